@@ -1,0 +1,1 @@
+"""Diptych processes. A service never imports another service."""

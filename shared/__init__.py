@@ -1,0 +1,1 @@
+"""Code that more than one Diptych process uses. Never imports ``services``."""

@@ -1,0 +1,1 @@
+"""Model loading and checks, paged attention, steps, sampling."""

@@ -1,0 +1,1 @@
+"""KV blocks: layout, arena, pool with leases, hashing."""

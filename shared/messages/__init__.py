@@ -1,0 +1,1 @@
+"""Wire messages, one file per link."""

@@ -1,0 +1,91 @@
+"""What workers report about themselves and what the router tells about the fleet."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Incarnation, WorkerId
+
+Role = Literal["prefill", "decode", "mixed"]
+WorkerHealth = Literal["ready", "draining", "hung", "lost"]
+
+
+class WorkerCounters(Struct, frozen=True, kw_only=True):
+    """Monotonic since process start. Seconds are floats, the rest are counts."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    failed: int = 0
+    transfers_ok: int = 0
+    transfers_failed: int = 0
+    transfer_bytes: int = 0
+    transfer_seconds: float = 0.0
+    leases_expired: int = 0
+    generation_mismatches: int = 0
+    rejected_frames: int = 0
+    late_messages: int = 0
+
+
+class WorkerLoad(Struct, frozen=True, kw_only=True):
+    """A worker's state at one moment.
+
+    ``waiting`` sequences have no KV yet, ``receiving`` are pulling it, ``running`` decode,
+    ``held`` are prefilled and leased to a decode worker. Blocks obey
+    free + cached + leased + active = total.
+    """
+
+    waiting: int = 0
+    receiving: int = 0
+    running: int = 0
+    held: int = 0
+    pending_prefill_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_leased: int = 0
+    blocks_active: int = 0
+    busy: bool = False
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    """One worker as the router sees it; ``age`` is seconds since its last message."""
+
+    worker: WorkerId
+    role: Role
+    health: WorkerHealth
+    incarnation: Incarnation
+    pid: int
+    age: float
+    load: WorkerLoad
+    counters: WorkerCounters
+
+
+class RouterCounters(Struct, frozen=True, kw_only=True):
+    """Monotonic since router start; ``decisions`` counts by reason of the split decision."""
+
+    accepted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    retries: int = 0
+    duplicates: int = 0
+    late_messages: int = 0
+    rejected_frames: int = 0
+    tokens: int = 0
+    decisions: dict[str, int] = {}
+
+
+class FleetStatus(Struct, frozen=True, kw_only=True):
+    """The router's answer to ``diptych status`` and ``/metrics``."""
+
+    incarnation: Incarnation
+    uptime: float
+    queued: int
+    open_requests: int
+    draining: bool
+    workers: tuple[WorkerStatus, ...]
+    counters: RouterCounters

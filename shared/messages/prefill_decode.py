@@ -1,0 +1,117 @@
+"""Decode (DEALER, connects) <-> prefill (ROUTER, binds): the KV hand-over. No KV bytes here."""
+
+from msgspec import Struct
+
+from shared.errors import ErrorPayload
+from shared.ids import HostId, Incarnation, TransferId, WorkerId
+from shared.messages.hello import Compatibility
+from shared.messages.request import TokenLogprob
+
+
+class PeerHello(Struct, tag="hello", frozen=True, kw_only=True):
+    """First message of a decode worker, compared before anything else."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    host: HostId
+    compatibility: Compatibility
+
+
+class OpenTransfer(Struct, tag="open", frozen=True, kw_only=True):
+    """Subscribe to a transfer; may come before or after the prefill itself is dispatched."""
+
+    transfer: TransferId
+
+
+class Acknowledge(Struct, tag="ack", frozen=True, kw_only=True):
+    """All KV copied and verified: the lease may end."""
+
+    transfer: TransferId
+
+
+class RenewLeases(Struct, tag="renew", frozen=True, kw_only=True):
+    """Heartbeat of the reader for every transfer it still needs, in one message."""
+
+    transfers: tuple[TransferId, ...]
+
+
+class AbortTransfer(Struct, tag="abort", frozen=True, kw_only=True):
+    """The reader no longer wants the KV and touches none of it any more."""
+
+    transfer: TransferId
+
+
+FromDecode = PeerHello | OpenTransfer | Acknowledge | RenewLeases | AbortTransfer
+
+
+class ArenaDescriptor(Struct, frozen=True, kw_only=True):
+    """How a peer on the same host maps this worker's pool: ``/proc/<pid>/fd/<fd>``."""
+
+    pid: int
+    fd: int
+    size: int
+    num_blocks: int
+    arena_id: int
+
+
+class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
+    """The peer fits; here is the arena."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    arena: ArenaDescriptor
+
+
+class PeerRefused(Struct, tag="refused", frozen=True, kw_only=True):
+    """The peer does not fit; the sentence lists the differing fields."""
+
+    error: ErrorPayload
+
+
+class ReadyBlocks(Struct, frozen=True, array_like=True, gc=False):
+    """Blocks of a transfer in prompt order, each with the generation its bytes belong to."""
+
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class KvReady(Struct, tag="ready", frozen=True, kw_only=True):
+    """KV of tokens [``first_token``, ``first_token + num_tokens``) is readable.
+
+    Layers [``first_layer``, ``end_layer``) of it are written. ``table`` covers all blocks of
+    the sequence so far and comes with the first message of a chunk only.
+    """
+
+    transfer: TransferId
+    first_token: int
+    num_tokens: int
+    first_layer: int
+    end_layer: int
+    table: ReadyBlocks | None = None
+
+
+class TransferComplete(Struct, tag="complete", frozen=True, kw_only=True):
+    """All KV was announced; the lease runs until acknowledged.
+
+    ``num_tokens`` is the length of the KV (prompt + resumed output). ``first_token_id`` is
+    sampled output number ``index``; when it ended the request ``finished`` is set and the
+    KV is not needed.
+    """
+
+    transfer: TransferId
+    num_tokens: int
+    index: int
+    first_token_id: int
+    logprob: TokenLogprob | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+class TransferGone(Struct, tag="gone", frozen=True, kw_only=True):
+    """The transfer failed, was cancelled, expired, or is unknown here."""
+
+    transfer: TransferId
+    error: ErrorPayload
+
+
+ToDecode = PeerWelcome | PeerRefused | KvReady | TransferComplete | TransferGone

@@ -1,0 +1,1 @@
+"""Control links over ZeroMQ and KV byte movers."""

@@ -1,0 +1,1 @@
+"""The scheduler and step loop that prefill, decode and mixed roles share."""
