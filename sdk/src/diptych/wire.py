@@ -30,7 +30,6 @@ characters (Python ``str`` indices) from the start of the whole output, resumed 
 
 from typing import Final, Literal
 
-import msgspec
 from msgspec import Struct
 
 WIRE_VERSION: Final = 1
@@ -286,10 +285,10 @@ class Pong(Struct, tag="pong", frozen=True, kw_only=True):
 
 
 class StatusReply(Struct, tag="status", frozen=True, kw_only=True, omit_defaults=True):
-    """Answer to ``StatusQuery``: the router's ``FleetStatus`` as a msgpack map, or an error."""
+    """Answer to ``StatusQuery``: the router's ``FleetStatus`` encoded as msgpack, or an error."""
 
     query: int
-    fleet: msgspec.Raw | None = None
+    fleet: bytes = b""
     error: WireError | None = None
 
 
