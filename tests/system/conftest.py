@@ -1,0 +1,82 @@
+"""Deployments that whole test modules share: starting one costs seconds."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from shared.known_models import KNOWN_MODELS, known_model_file
+from tests.system.fleet import Fleet, deployment
+
+GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
+TIE = 1e-4
+"""Two best logits closer than this may swap between implementations."""
+
+
+class GoldenCase(Struct, frozen=True):
+    """A prompt and what ``transformers.generate`` answers in fp32, with top-2 margins."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+    def explain(self, got: list[int]) -> str | None:
+        """Return None when equal or different only from a tie on (printed), else why not."""
+        want = list(self.output_ids[: len(got)])
+        if got == want:
+            return None
+        at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+        where = f"prompt of {len(self.prompt_ids)}: token {at} is {got[at]}, want {want[at]}"
+        if self.margins[at] <= TIE:
+            print(f"tie, margin {self.margins[at]}: {where}")
+            return None
+        return f"{where} (margin {self.margins[at]})"
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[GoldenCase]:
+    cases = json.loads(GOLDEN.read_text())["cases"]
+    return [GoldenCase(**{k: tuple(v) for k, v in case.items()}) for case in cases]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model_present() -> None:
+    """The real model is part of these tests: `diptych fetch` brings it (make test does)."""
+    path = known_model_file(KNOWN_MODELS["smollm2-135m-instruct"])
+    if not path.exists():
+        pytest.skip(f"model file {path} is absent: run `diptych fetch`")
+
+
+def _run(fleet: Fleet) -> Iterator[Fleet]:
+    try:
+        yield fleet.start()
+        codes = fleet.stop()
+        assert set(codes.values()) == {0}, (codes, {n: fleet.log(n, 15) for n in codes})
+    finally:
+        fleet.stop()
+        fleet.remove()
+
+
+@pytest.fixture(scope="module")
+def colocated() -> Iterator[Fleet]:
+    """One mixed worker whose small budget cuts prompts into chunks beside decodes."""
+    workers = {"mixed": {"max_batch_tokens": 80}}
+    yield from _run(Fleet(deployment({"mixed": 1}, workers=workers)))
+
+
+@pytest.fixture(scope="module")
+def split() -> Iterator[Fleet]:
+    """1P1D; prompts are not cut into chunks."""
+    workers = {"prefill": {"max_batch_tokens": 2048}}
+    tree = deployment({"prefill": 1, "decode": 1}, workers=workers, router={"split_threshold": 0})
+    yield from _run(Fleet(tree))
+
+
+@pytest.fixture(scope="module")
+def split_2x2() -> Iterator[Fleet]:
+    """2P2D with chunks of 48 tokens: a chunk border in the middle of blocks."""
+    workers = {"prefill": {"max_batch_tokens": 48}}
+    tree = deployment({"prefill": 2, "decode": 2}, workers=workers, router={"split_threshold": 0})
+    yield from _run(Fleet(tree))
