@@ -1,0 +1,93 @@
+"""What one block of KV looks like: sizes, dtype and which layers own storage."""
+
+import hashlib
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import UnsupportedModel
+
+KvDtype = Literal["fp32", "bf16", "fp16"]
+
+DTYPE_BYTES: Final[dict[KvDtype, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+_ARRANGEMENT = "block,token,head,dim/1"
+
+
+class LayerKv(Struct, frozen=True):
+    """KV of one attention layer: ``heads`` KV heads of ``k_dim`` and ``v_dim`` elements.
+
+    ``window`` is the sliding window in tokens, None where all tokens are attended to.
+    ``shares`` is the index of an earlier layer whose KV this one reads: no own storage.
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+    shares: int | None = None
+
+
+class KvLayout(Struct, frozen=True, kw_only=True):
+    """Shape of the KV of one model at one block size and dtype.
+
+    Raises:
+        UnsupportedModel: a size is not positive, or a layer shares what it cannot share.
+    """
+
+    dtype: KvDtype
+    block_size: int
+    layers: tuple[LayerKv, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or not self.layers:
+            raise UnsupportedModel("a KV layout needs a block size >= 1 and at least one layer")
+        for index, layer in enumerate(self.layers):
+            if min(layer.heads, layer.k_dim, layer.v_dim) < 1:
+                raise UnsupportedModel(f"layer {index}: heads, k_dim and v_dim must be >= 1")
+            if layer.window is not None and layer.window < 1:
+                raise UnsupportedModel(f"layer {index}: window must be >= 1 or absent")
+            if layer.shares is not None:
+                self._check_shared(index, layer)
+
+    def _check_shared(self, index: int, layer: LayerKv) -> None:
+        owner = layer.shares
+        if owner is None or not 0 <= owner < index or self.layers[owner].shares is not None:
+            raise UnsupportedModel(
+                f"layer {index}: shares={owner} must be an earlier layer with own storage"
+            )
+        theirs = self.layers[owner]
+        if (theirs.heads, theirs.k_dim, theirs.v_dim) != (layer.heads, layer.k_dim, layer.v_dim):
+            raise UnsupportedModel(f"layer {index}: shape differs from layer {owner} it shares")
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits, equal exactly where blocks may be copied byte by byte."""
+        content = _ARRANGEMENT.encode() + msgspec.json.encode(self)
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def owner(self, layer: int) -> int:
+        """Return the layer that stores the KV of ``layer``: itself unless it shares."""
+        shares = self.layers[layer].shares
+        return layer if shares is None else shares
+
+    def k_block_bytes(self, layer: int) -> int:
+        """Return the bytes of one block's K in the storage ``layer`` reads from."""
+        kv = self.layers[layer]
+        return self.block_size * kv.heads * kv.k_dim * DTYPE_BYTES[self.dtype]
+
+    def v_block_bytes(self, layer: int) -> int:
+        """Return the bytes of one block's V in the storage ``layer`` reads from."""
+        kv = self.layers[layer]
+        return self.block_size * kv.heads * kv.v_dim * DTYPE_BYTES[self.dtype]
+
+    def layer_block_bytes(self, layer: int) -> int:
+        """Return the bytes ``layer`` itself stores per block, K and V; 0 where it shares."""
+        if self.layers[layer].shares is not None:
+            return 0
+        return self.k_block_bytes(layer) + self.v_block_bytes(layer)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.layer_block_bytes(i) for i in range(len(self.layers)))
