@@ -1,0 +1,274 @@
+"""One worker's KV pool: torch tensors over a memfd that peers on the host can map.
+
+The mapping starts with a header page (magic, version, arena id, size, block count, layout
+fingerprint), followed by one uint64 generation per block and, per layer with own storage, K
+``[num_blocks, block_size, heads, k_dim]`` and V ``[num_blocks, block_size, heads, v_dim]``;
+every region starts on a page. A memfd has no name: the kernel frees it with its last user,
+even after ``kill -9``, and a reader's mapping outlives its owner.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import warnings
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.errors import IncompatiblePeer, ResourceMissing, TransferFailed
+from shared.kv.layout import KvDtype, KvLayout
+from shared.kv.memory import available_memory
+from shared.messages.prefill_decode import ArenaDescriptor
+
+ARENA_VERSION: Final = 1
+_MAGIC = b"DIPTYCH\x00"
+_NAME = "diptych-kv"
+_HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, page, arena id, size, blocks, layout
+_PAGE = 4096
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_TORCH: dict[KvDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+Bytes2d = NDArray[np.uint8]
+
+
+def arena_size(layout: KvLayout, num_blocks: int) -> int:
+    """Return the bytes of an arena: ``num_blocks * layout.block_bytes`` + header and padding."""
+    return _Regions(layout, num_blocks).size
+
+
+class KvArena:
+    """The mapped pool, made by ``create`` (writable) or ``open`` (a peer's, read-only).
+
+    ``generations`` is uint64 ``[num_blocks]`` in shared memory: the owner's ``BlockPool``
+    counts there and readers compare after each copy.
+    """
+
+    def __init__(
+        self, layout: KvLayout, memory: mmap.mmap, descriptor: ArenaDescriptor, owned_fd: int | None
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = descriptor.num_blocks
+        self.read_only = owned_fd is None
+        self._descriptor = descriptor
+        self._fd = owned_fd
+        self._memory: mmap.mmap | None = memory
+        regions = _Regions(layout, self.num_blocks)
+        self.generations: NDArray[np.uint64] = np.frombuffer(
+            memory, dtype="<u8", count=self.num_blocks, offset=_PAGE
+        )
+        with _read_only_tensors_allowed():
+            self._k = [self._tensor(regions.k[layout.owner(i)], i, "k") for i in regions.layers]
+            self._v = [self._tensor(regions.v[layout.owner(i)], i, "v") for i in regions.layers]
+        self._raw = [
+            (
+                self._bytes(regions.k[layout.owner(i)], layout.k_block_bytes(i)),
+                self._bytes(regions.v[layout.owner(i)], layout.v_block_bytes(i)),
+            )
+            for i in regions.layers
+        ]
+
+    @classmethod
+    def create(cls, layout: KvLayout, num_blocks: int) -> "KvArena":
+        """Make a new arena, zeroed, with all generations 0.
+
+        Pages are taken from the machine as they are first written.
+
+        Raises:
+            ResourceMissing: not enough memory is available, or no memfd can be made.
+        """
+        if num_blocks < 1:
+            raise ResourceMissing(
+                "the KV memory holds no block: "
+                f"one block of {layout.block_size} tokens takes {layout.block_bytes} bytes"
+            )
+        size = arena_size(layout, num_blocks)
+        _require_memory(size)
+        try:
+            fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ResourceMissing(f"cannot create shared memory for KV: {error}") from error
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(fd, size)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(fd)
+            raise ResourceMissing(f"cannot map {size} bytes for KV: {error}") from error
+        arena_id = 1 | int.from_bytes(os.urandom(8), "little") >> 1
+        fingerprint = layout.fingerprint().encode()
+        _HEADER.pack_into(
+            memory, 0, _MAGIC, ARENA_VERSION, _PAGE, arena_id, size, num_blocks, fingerprint
+        )
+        descriptor = ArenaDescriptor(
+            pid=os.getpid(), fd=fd, size=size, num_blocks=num_blocks, arena_id=arena_id
+        )
+        return cls(layout, memory, descriptor, fd)
+
+    @classmethod
+    def open(cls, descriptor: ArenaDescriptor, layout: KvLayout) -> "KvArena":
+        """Map a peer's arena read-only after checking that it is the one described.
+
+        Raises:
+            IncompatiblePeer: another arena version, layout, or a size that cannot fit it.
+            TransferFailed: the peer is gone, its pid or fd is someone else's by now, or
+                access is denied.
+        """
+        where = f"/proc/{descriptor.pid}/fd/{descriptor.fd}"
+        if descriptor.num_blocks < 1 or descriptor.size != arena_size(
+            layout, descriptor.num_blocks
+        ):
+            raise IncompatiblePeer(
+                f"the KV arena at {where} is announced with {descriptor.num_blocks} blocks in "
+                f"{descriptor.size} bytes, which is not this model's layout"
+            )
+        try:
+            fd = _open_memfd(where)
+        except OSError as error:
+            raise TransferFailed(f"cannot open the KV arena {where}: {error}") from error
+        try:
+            memory = _map_verified(fd, descriptor, layout, where)
+        finally:
+            os.close(fd)
+        return cls(layout, memory, descriptor, None)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Return K ``[num_blocks, block_size, heads, k_dim]`` of ``layer``, no copy."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Return V ``[num_blocks, block_size, heads, v_dim]`` of ``layer``, no copy."""
+        return self._v[layer]
+
+    def raw(self, layer: int) -> tuple[Bytes2d, Bytes2d]:
+        """Return the bytes of K and V as uint8 ``[num_blocks, bytes per block]``, no copy."""
+        return self._raw[layer]
+
+    def descriptor(self) -> ArenaDescriptor:
+        """Return what a peer needs to ``open`` this arena."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Give memory and file descriptors back; the second call does nothing.
+
+        While someone still holds a tensor of this arena the mapping stays valid for it and
+        goes away with that tensor.
+        """
+        self._k, self._v, self._raw = [], [], []
+        self.generations = np.empty(0, dtype="<u8")
+        memory, self._memory = self._memory, None
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+        if memory is not None:
+            with contextlib.suppress(BufferError):  # an outside tensor: unmapped when it dies
+                memory.close()
+
+    def _tensor(self, offset: int, layer: int, which: str) -> torch.Tensor:
+        kv = self.layout.layers[layer]
+        dim = kv.k_dim if which == "k" else kv.v_dim
+        shape = (self.num_blocks, self.layout.block_size, kv.heads, dim)
+        flat = torch.frombuffer(
+            self._memory,
+            dtype=_TORCH[self.layout.dtype],
+            count=shape[0] * shape[1] * shape[2] * shape[3],
+            offset=offset,
+        )
+        return flat.view(shape)
+
+    def _bytes(self, offset: int, block_bytes: int) -> Bytes2d:
+        assert self._memory is not None
+        count = self.num_blocks * block_bytes
+        flat = np.frombuffer(self._memory, dtype=np.uint8, count=count, offset=offset)
+        return flat.reshape(self.num_blocks, block_bytes)
+
+
+class _Regions:
+    """Byte offsets of every region, by owning layer."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layers = range(len(layout.layers))
+        self.k: dict[int, int] = {}
+        self.v: dict[int, int] = {}
+        end = _PAGE + _pages(8 * num_blocks)
+        for layer in self.layers:
+            if layout.owner(layer) == layer:
+                self.k[layer] = end
+                end += _pages(num_blocks * layout.k_block_bytes(layer))
+                self.v[layer] = end
+                end += _pages(num_blocks * layout.v_block_bytes(layer))
+        self.size = end
+
+
+def _pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _require_memory(size: int) -> None:
+    available = available_memory()
+    if size > available:
+        raise ResourceMissing(
+            f"KV needs {size >> 20} MiB of memory but only {available >> 20} MiB are "
+            "available; lower `kv_memory` in the deployment file or free memory"
+        )
+
+
+@contextlib.contextmanager
+def _read_only_tensors_allowed() -> Iterator[None]:
+    """Silence torch's note on read-only buffers: nothing writes to a peer's arena."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        yield
+
+
+def _open_memfd(where: str) -> int:
+    """Open a proc link that must be one of our memfds, without waking any other kind of file."""
+    target = os.readlink(where)
+    if not target.startswith(f"/memfd:{_NAME}"):
+        raise OSError(errno.ESTALE, f"it is {target!r}, not a KV arena (the owner restarted?)")
+    return os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> mmap.mmap:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != descriptor.size:
+        raise TransferFailed(
+            f"the KV arena {where} has {status.st_size} bytes, {descriptor.size} were announced"
+        )
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise TransferFailed(f"the KV arena {where} could still be truncated (seals missing)")
+    _check_header(os.pread(fd, _HEADER.size, 0), descriptor, layout, where)
+    try:
+        return mmap.mmap(fd, descriptor.size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferFailed(f"cannot map the KV arena {where}: {error}") from error
+
+
+def _check_header(header: bytes, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> None:
+    magic, version, page, arena_id, size, blocks, fingerprint = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise TransferFailed(f"{where} is not a KV arena (bad magic)")
+    if (version, page) != (ARENA_VERSION, _PAGE):
+        raise IncompatiblePeer(
+            f"the KV arena {where} has version {version}, this process reads {ARENA_VERSION}"
+        )
+    if arena_id != descriptor.arena_id:
+        raise TransferFailed(
+            f"the KV arena {where} is another one than announced (the owner restarted?)"
+        )
+    if (size, blocks) != (descriptor.size, descriptor.num_blocks):
+        raise TransferFailed(f"the KV arena {where} contradicts its announced size")
+    if fingerprint.decode("ascii", "replace") != layout.fingerprint():
+        raise IncompatiblePeer(
+            f"layout: {layout.fingerprint()} here, {fingerprint!r} in the KV arena {where}"
+        )

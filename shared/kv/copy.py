@@ -1,0 +1,86 @@
+"""Pulling blocks from a peer's arena, and proving afterwards that they were the right ones."""
+
+from collections.abc import Iterator, Sequence
+
+from shared.errors import IncompatiblePeer, TransferFailed
+from shared.kv.arena import KvArena
+
+
+def copy_blocks(
+    source: KvArena,
+    target: KvArena,
+    layers: range,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+) -> int:
+    """Copy whole blocks, ``source_blocks[i]`` to ``target_blocks[i]``, and return the bytes.
+
+    K and V of every layer in ``layers`` with own storage are copied, neighbouring blocks in
+    one go. What arrives is unverified: call ``verify_generations`` before it is used.
+
+    Raises:
+        IncompatiblePeer: the arenas differ in layout.
+        TransferFailed: a layer or block does not exist, or the lists differ in length.
+    """
+    if source.layout != target.layout:
+        raise IncompatiblePeer("the two KV arenas differ in layout")
+    if not 0 <= layers.start <= layers.stop <= len(source.layout.layers) or layers.step != 1:
+        raise TransferFailed(f"{layers} is not a range of {len(source.layout.layers)} layers")
+    if len(source_blocks) != len(target_blocks):
+        raise TransferFailed(
+            f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
+        )
+    _require_blocks(source, source_blocks)
+    _require_blocks(target, target_blocks)
+    runs = list(_runs(source_blocks, target_blocks))
+    copied = 0
+    for layer in layers:
+        if source.layout.layers[layer].shares is not None:
+            continue
+        for theirs, ours in zip(source.raw(layer), target.raw(layer), strict=True):
+            for start, to, count in runs:
+                ours[to : to + count] = theirs[start : start + count]
+                copied += count * ours.shape[1]
+    return copied
+
+
+def verify_generations(
+    source: KvArena, blocks: Sequence[int], generations: Sequence[int]
+) -> list[int]:
+    """Return the blocks that were allocated anew since ``generations`` was announced.
+
+    The owner moves a generation on before it writes, so an unchanged one read AFTER the
+    copy means that the copied bytes are those announced.
+
+    Raises:
+        TransferFailed: a block does not exist, or the lists differ in length.
+    """
+    if len(blocks) != len(generations):
+        raise TransferFailed(f"{len(generations)} generations for {len(blocks)} blocks")
+    _require_blocks(source, blocks)
+    now = source.generations[list(blocks)].tolist()
+    return [
+        block for block, seen, told in zip(blocks, now, generations, strict=True) if seen != told
+    ]
+
+
+def _require_blocks(arena: KvArena, blocks: Sequence[int]) -> None:
+    for block in blocks:
+        if not 0 <= block < arena.num_blocks:
+            raise TransferFailed(f"block {block} is not in an arena of {arena.num_blocks} blocks")
+
+
+def _runs(
+    source_blocks: Sequence[int], target_blocks: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Merge pairs that ascend together into (source start, target start, count)."""
+    start = to = count = 0
+    for theirs, ours in zip(source_blocks, target_blocks, strict=True):
+        if count and (theirs, ours) == (start + count, to + count):
+            count += 1
+            continue
+        if count:
+            yield start, to, count
+        start, to, count = theirs, ours, 1
+    if count:
+        yield start, to, count
