@@ -170,6 +170,13 @@ class Refused(Struct, tag="refused", frozen=True, kw_only=True):
     error: WireError
 
 
+class Goodbye(Struct, tag="goodbye", frozen=True, kw_only=True):
+    """The gateway is going away and leaves the session's requests unended.
+
+    The client dials again and resumes them, at the successor or at another gateway.
+    """
+
+
 class Accepted(Struct, tag="accepted", frozen=True, kw_only=True, omit_defaults=True):
     """The request is valid and in the router's hands.
 
@@ -292,4 +299,6 @@ class StatusReply(Struct, tag="status", frozen=True, kw_only=True, omit_defaults
     error: WireError | None = None
 
 
-ToClient = Welcome | Refused | Accepted | Delta | PromptLogprobs | Ended | Pong | StatusReply
+ToClient = (
+    Welcome | Refused | Goodbye | Accepted | Delta | PromptLogprobs | Ended | Pong | StatusReply
+)
