@@ -31,11 +31,14 @@ class Report(Struct, tag="report", frozen=True, kw_only=True):
     """Heartbeat, every second and after every change of load that matters to placement.
 
     ``step`` advances with each finished engine step: busy with a standing ``step`` is hung.
+    ``draining``: the worker was told to stop; it finishes what is open, then says ``WorkerBye``.
+    New work is answered by a retryable ``SequenceFailed``, so none should be sent.
     """
 
     step: int
     load: WorkerLoad
     counters: WorkerCounters
+    draining: bool = False
 
 
 class TokenOut(Struct, frozen=True, array_like=True, gc=False):
