@@ -63,20 +63,21 @@ class KvArena:
         self._descriptor = descriptor
         self._fd = owned_fd
         self._memory: mmap.mmap | None = memory
-        regions = _Regions(layout, self.num_blocks)
         self.generations: NDArray[np.uint64] = np.frombuffer(
             memory, dtype="<u8", count=self.num_blocks, offset=_PAGE
         )
+        regions = _Regions(layout, self.num_blocks)
+        self._raw: list[tuple[Bytes2d, Bytes2d]] = []
+        self._k: list[torch.Tensor] = []
+        self._v: list[torch.Tensor] = []
         with _read_only_tensors_allowed():
-            self._k = [self._tensor(regions.k[layout.owner(i)], i, "k") for i in regions.layers]
-            self._v = [self._tensor(regions.v[layout.owner(i)], i, "v") for i in regions.layers]
-        self._raw = [
-            (
-                self._bytes(regions.k[layout.owner(i)], layout.k_block_bytes(i)),
-                self._bytes(regions.v[layout.owner(i)], layout.v_block_bytes(i)),
-            )
-            for i in regions.layers
-        ]
+            for index, kv in enumerate(layout.layers):
+                owner = layout.owner(index)
+                k = self._bytes(memory, regions.k[owner], layout.k_block_bytes(index))
+                v = self._bytes(memory, regions.v[owner], layout.v_block_bytes(index))
+                self._raw.append((k, v))
+                self._k.append(self._tensor(k, kv.heads, kv.k_dim))
+                self._v.append(self._tensor(v, kv.heads, kv.v_dim))
 
     @classmethod
     def create(cls, layout: KvLayout, num_blocks: int) -> "KvArena":
@@ -174,34 +175,25 @@ class KvArena:
             with contextlib.suppress(BufferError):  # an outside tensor: unmapped when it dies
                 memory.close()
 
-    def _tensor(self, offset: int, layer: int, which: str) -> torch.Tensor:
-        kv = self.layout.layers[layer]
-        dim = kv.k_dim if which == "k" else kv.v_dim
-        shape = (self.num_blocks, self.layout.block_size, kv.heads, dim)
-        flat = torch.frombuffer(
-            self._memory,
-            dtype=_TORCH[self.layout.dtype],
-            count=shape[0] * shape[1] * shape[2] * shape[3],
-            offset=offset,
-        )
-        return flat.view(shape)
-
-    def _bytes(self, offset: int, block_bytes: int) -> Bytes2d:
-        assert self._memory is not None
+    def _bytes(self, memory: mmap.mmap, offset: int, block_bytes: int) -> Bytes2d:
         count = self.num_blocks * block_bytes
-        flat = np.frombuffer(self._memory, dtype=np.uint8, count=count, offset=offset)
+        flat = np.frombuffer(memory, dtype=np.uint8, count=count, offset=offset)
         return flat.reshape(self.num_blocks, block_bytes)
+
+    def _tensor(self, raw: Bytes2d, heads: int, dim: int) -> torch.Tensor:
+        # Through numpy, which pins the mapping: torch alone lets it be unmapped under a tensor.
+        flat = torch.frombuffer(raw, dtype=_TORCH[self.layout.dtype])
+        return flat.view(self.num_blocks, self.layout.block_size, heads, dim)
 
 
 class _Regions:
     """Byte offsets of every region, by owning layer."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        self.layers = range(len(layout.layers))
         self.k: dict[int, int] = {}
         self.v: dict[int, int] = {}
         end = _PAGE + _pages(8 * num_blocks)
-        for layer in self.layers:
+        for layer in range(len(layout.layers)):
             if layout.owner(layer) == layer:
                 self.k[layer] = end
                 end += _pages(num_blocks * layout.k_block_bytes(layer))

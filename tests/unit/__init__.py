@@ -1,0 +1,1 @@
+"""Tests of single modules, without other processes of the deployment."""
