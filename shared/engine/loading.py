@@ -1,0 +1,103 @@
+"""Load a transformers model with our attention: private config, named dtype, enough memory."""
+
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shared.config import Precision
+from shared.engine.attention import ATTENTION_NAME, register
+from shared.engine.weights import check_weights
+from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
+
+TORCH_DTYPES: Final[dict[Precision, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+_RUNTIME_BYTES: Final = 256 << 20
+"""Memory beside the weights that the process needs while loading."""
+
+
+def load_model(model_dir: Path, precision: Precision) -> Any:  # noqa: ANN401
+    """Load the causal language model of a safetensors directory onto the CPU, ready to run.
+
+    The config is read anew for every model: transformers keeps the attention's name in it.
+
+    Raises:
+        ResourceMissing: a file is missing or truncated, or memory is too small.
+        UnsupportedModel: transformers cannot build the model or refuses our attention.
+    """
+    dtype = TORCH_DTYPES[precision]
+    parameters = check_weights(model_dir)
+    _check_memory(model_dir, parameters * dtype.itemsize)
+    register()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"(transformers|torch|safetensors)(\.|$)")
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir,
+                config=config,
+                attn_implementation=ATTENTION_NAME,
+                # One expert after the other: a token's sums do not depend on its neighbours.
+                experts_implementation="eager",
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+    except KeyError as error:
+        if error.args == (ATTENTION_NAME,):
+            raise UnsupportedModel(
+                f"{model_dir.name}: this architecture has attention of its own and does not use "
+                "transformers' attention interface"
+            ) from error
+        raise UnsupportedModel(f"{model_dir.name}: cannot be loaded: {error!r}") from error
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise UnsupportedModel(f"{model_dir.name}: cannot be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def text_config(model: Any) -> Any:  # noqa: ANN401
+    """Return the config of the language model proper."""
+    return model.config.get_text_config(decoder=True)
+
+
+def resolve_max_model_len(model: Any, asked: int | None) -> int:  # noqa: ANN401
+    """Return the longest prompt + output in tokens.
+
+    Raises:
+        BadConfig: more is asked than the model has positions, or the model does not say.
+    """
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is None:
+        if asked is None:
+            raise BadConfig("the model does not say how long it may run: set `model.max_model_len`")
+        return asked
+    if asked is not None and asked > limit:
+        raise BadConfig(f"`model.max_model_len` is {asked}, but the model's positions end at {limit}")
+    return int(asked or limit)
+
+
+def end_token_ids(model: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the end tokens that generation config or config name, in ascending order."""
+    for source in (getattr(model, "generation_config", None), text_config(model)):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])}))
+    return ()
+
+
+def _check_memory(model_dir: Path, weight_bytes: int) -> None:
+    available = psutil.virtual_memory().available
+    if weight_bytes + _RUNTIME_BYTES > available:
+        raise ResourceMissing(
+            f"{model_dir.name} needs {(weight_bytes + _RUNTIME_BYTES) / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are available: use a smaller model or precision"
+        )
