@@ -9,17 +9,29 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
-from diptych.open_request import (
-    Failed,
-    Finished,
-    OpenRequest,
-    Output,
-    PromptScores,
-    Started,
+from diptych.events import (
+    Abort,
+    Ask,
+    Dial,
+    Effect,
+    Emit,
+    Event,
+    Fleet,
+    HangUp,
+    Leave,
+    LinkDown,
+    LinkTrouble,
+    LinkUp,
+    Open,
+    Oversized,
+    Ready,
+    Received,
+    Send,
+    Tick,
 )
+from diptych.open_request import Failed, Finished, OpenRequest, PromptScores
 from diptych.wire import (
     PEER_TIMEOUT,
     PING_INTERVAL,
@@ -30,7 +42,6 @@ from diptych.wire import (
     ClientHello,
     Delta,
     Ended,
-    FromClient,
     Goodbye,
     Ping,
     Pong,
@@ -38,120 +49,11 @@ from diptych.wire import (
     Refused,
     StatusQuery,
     StatusReply,
-    Submit,
     ToClient,
     Welcome,
     WireError,
 )
 
-
-class Open(Struct, frozen=True):
-    """Start a request; ``submit`` is a template without id."""
-
-    key: int
-    submit: Submit
-    deadline: float
-
-
-class Ask(Struct, frozen=True):
-    """Wait for a session (``ready``) or ask for the fleet's status."""
-
-    key: int
-    what: Literal["ready", "status"]
-    deadline: float
-
-
-class Abort(Struct, frozen=True):
-    """The caller lost interest; nothing more is told about the call."""
-
-    key: int
-
-
-class LinkUp(Struct, frozen=True):
-    """The socket of ``session`` is connected."""
-
-    session: int
-
-
-class LinkDown(Struct, frozen=True):
-    """The socket of ``session`` lost its connection or sent garbage."""
-
-    session: int
-    why: str
-
-
-class LinkTrouble(Struct, frozen=True):
-    """The socket of ``session`` fails to connect and goes on trying."""
-
-    session: int
-    why: str
-
-
-class Received(Struct, frozen=True):
-    """A message came in on the socket of ``session``."""
-
-    session: int
-    message: ToClient
-
-
-class Oversized(Struct, frozen=True):
-    """A ``Submit`` does not fit into a frame; it was not sent."""
-
-    attempt: int
-    size: int
-
-
-class Tick(Struct, frozen=True):
-    """Time has passed."""
-
-
-class Leave(Struct, frozen=True):
-    """Cancel everything and say goodbye."""
-
-
-Event = Open | Ask | Abort | LinkUp | LinkDown | LinkTrouble | Received | Oversized | Tick | Leave
-
-
-class Ready(Struct, frozen=True):
-    """A session is open. ``max_model_len``: tokens of prompt and output together."""
-
-    model: str
-    max_model_len: int
-
-
-class Fleet(Struct, frozen=True):
-    """Msgpack of the fleet's status."""
-
-    status: bytes
-
-
-Update = Started | Output | PromptScores | Finished | Failed | Ready | Fleet
-
-
-class Dial(Struct, frozen=True):
-    """Close the present socket, if any, and connect a fresh one for ``session``."""
-
-    session: int
-
-
-class HangUp(Struct, frozen=True):
-    """Close the present socket."""
-
-
-class Send(Struct, frozen=True):
-    """Send on the present socket."""
-
-    message: FromClient
-
-
-class Emit(Struct, frozen=True):
-    """Tell the caller of ``key``."""
-
-    key: int
-    update: Update
-
-
-Effect = Dial | HangUp | Send | Emit
 Phase = Literal["waiting", "dialing", "greeting", "open", "left"]
 
 
@@ -496,8 +398,3 @@ class ClientState:
             yield Send(Bye())
         self.phase = "left"
         yield from self._fail_all(WireError(code="cancelled", message="this client was closed"))
-
-
-def decode_status(fleet: bytes) -> dict[str, object]:
-    """Decode ``Fleet.status``."""
-    return msgspec.msgpack.decode(fleet, type=dict[str, object])
