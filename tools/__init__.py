@@ -1,1 +1,1 @@
-"""The ``diptych`` command."""
+"""The ``diptych`` command: start, watch, check and measure a deployment."""

@@ -1,0 +1,49 @@
+# Everything a developer does. The virtual environment is made on first use and touched again
+# only when a dependency list changed.
+PYTHON ?= python3
+CONFIG ?= configs/local.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+SOURCES := services shared tools sdk/src tests
+
+.PHONY: up test check fmt bench gpu-test setup
+.DEFAULT_GOAL := up
+
+up: $(READY)
+	@$(BIN)/diptych fetch
+	@exec $(BIN)/diptych up --die-with-parent $(CONFIG)
+
+test: $(READY)
+	@$(BIN)/diptych fetch
+	$(BIN)/pytest -m "not gpu"
+
+check: $(READY)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.ratchet
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix-only $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(READY)
+	@$(BIN)/diptych fetch
+	$(BIN)/diptych bench serve --config $(CONFIG)
+
+gpu-test: $(READY)
+	@$(BIN)/python -m tools.gpu_test
+
+setup: $(READY)
+
+$(READY): pyproject.toml sdk/pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Python 3.11 or newer is needed; name one with: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "error: Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing dependencies (only when their list changed)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ./sdk -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Check machine and deployment before anything starts, and say what to do."""

@@ -1,0 +1,96 @@
+"""Check what one deployment needs: memory, ports, socket paths, keys."""
+
+import socket
+from pathlib import Path
+
+from shared.config import Deployment, WorkerSection
+from shared.errors import BadConfig, ResourceMissing
+from shared.kv.memory import available_memory
+from shared.runtime import (
+    client_endpoint,
+    kv_endpoint,
+    router_gateways_endpoint,
+    router_workers_endpoint,
+    worker_ids,
+)
+from shared.transport.ipc_file import check_path
+from shared.transport.security import security_for
+from tools.doctor.finding import Finding, attempt
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_WORKER_BASE = 512 << 20
+"""Bytes of a worker without weights and KV: Python, torch, activations."""
+
+
+def check_memory(deployment: Deployment, parameters: int) -> str:
+    """Return the memory sum. Raises ``ResourceMissing`` when it exceeds what is available."""
+    needed, parts = 0, []
+    for role in ("prefill", "decode", "mixed"):
+        section: WorkerSection | None = getattr(deployment.workers, role)
+        count = sum(r == role for _, r in worker_ids(deployment))
+        if section is None or not count:
+            continue
+        weights = parameters * _BYTES[section.precision]
+        each = weights + section.kv_memory + _WORKER_BASE
+        needed += count * each
+        parts.append(
+            f"{count} x {role}: weights {_mib(weights)} + KV {_mib(section.kv_memory)} "
+            f"+ {_mib(_WORKER_BASE)}"
+        )
+    have = available_memory()
+    total = f"needs about {_mib(needed)} ({'; '.join(parts)}), {_mib(have)} available"
+    if needed > have:
+        raise ResourceMissing(f"too little memory: {total}; lower `kv_memory` or `count`")
+    return total
+
+
+def check_port(address: str) -> str:
+    """Return the address. Raises ``ResourceMissing`` if ``host:port`` cannot be bound."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise BadConfig(f"`gateway.http` must be HOST:PORT, not {address!r}")
+    host = host.strip("[]")
+    try:
+        infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        family, kind, proto, _, place = infos[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise ResourceMissing(
+            f"{address} cannot be opened: {error.strerror or error}; stop what listens there "
+            "or set another port"
+        ) from error
+    return f"{address} is free"
+
+
+def check_endpoints(deployment: Deployment) -> str:
+    """Check every control endpoint: path length, free port, keys where they are needed."""
+    endpoints = [
+        router_gateways_endpoint(deployment),
+        router_workers_endpoint(deployment),
+        client_endpoint(deployment),
+        *(kv_endpoint(deployment, name) for name, _ in worker_ids(deployment)),
+    ]
+    longest = 0
+    for endpoint in endpoints:
+        security_for(endpoint, deployment.security, "bind")
+        scheme, _, address = endpoint.partition("://")
+        if scheme == "ipc":
+            check_path(Path(address))
+            longest = max(longest, len(address))
+        elif not address.endswith(":0"):
+            check_port(address.replace("*", "0.0.0.0", 1))
+    return f"{len(endpoints)} endpoints, longest socket path {longest} of 107 bytes"
+
+
+def check_machine_for(deployment: Deployment) -> list[Finding]:
+    """Run the checks of this module that need no model."""
+    return [
+        attempt("http", lambda: check_port(deployment.gateway.http)),
+        attempt("endpoints", lambda: check_endpoints(deployment)),
+    ]
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size >> 20} MiB"

@@ -1,0 +1,1 @@
+"""Run the processes of one deployment as one unit: start, watch, restart, stop, clean up."""
