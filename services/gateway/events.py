@@ -43,13 +43,19 @@ class Tick(Struct, frozen=True):
     """Time went by; wanted several times a second."""
 
 
+class Unsent(Struct, frozen=True):
+    """The link did not take a ``Generate``: too many messages wait for the router."""
+
+    wire_id: RequestId
+
+
 class FailAll(Struct, frozen=True):
     """End every open request with this error (the drain took too long)."""
 
     error: ErrorPayload
 
 
-Event = Submit | Abandon | Stop | FromRouter | Tick | FailAll
+Event = Submit | Abandon | Stop | FromRouter | Tick | Unsent | FailAll
 
 
 class Send(Struct, frozen=True):

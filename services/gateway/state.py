@@ -22,6 +22,7 @@ from services.gateway.events import (
     Stop,
     Submit,
     Tick,
+    Unsent,
 )
 from services.gateway.open_request import OpenRequest
 from shared.errors import ErrorPayload
@@ -139,6 +140,8 @@ class GatewayState:
             return self._abandon(event.request_id)
         if isinstance(event, Tick):
             return self._tick(now)
+        if isinstance(event, Unsent):
+            return self._unsent(event.wire_id, now)
         return [e for o in list(self._open.values()) for e in self._fail(o, event.error)]
 
     def check(self) -> None:
@@ -300,6 +303,13 @@ class GatewayState:
     def _abandon(self, request_id: RequestId) -> list[Effect]:
         opened = self._open.pop(request_id, None)
         return [] if opened is None else self._cancel_wire(opened)
+
+    def _unsent(self, wire_id: RequestId, now: float) -> list[Effect]:
+        opened = self._wire.get(wire_id)
+        if opened is not None:
+            self._forget_wire(opened)
+            opened.retry_at = now + RETRY_AFTER
+        return []
 
     def _tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

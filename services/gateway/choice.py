@@ -1,0 +1,133 @@
+"""One output of a call: tokens come in, text and log probabilities wait to be taken."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct
+
+from services.gateway.events import Finished
+from services.gateway.metrics import Metrics
+from services.gateway.output_text import OutputText
+from services.gateway.timeline import Moments, Timeline, make_timeline
+from shared.ids import RequestId
+from shared.messages.gateway_router import TokenItem
+from shared.messages.request import FinishReason, TokenLogprob
+
+
+class Piece(Struct):
+    """New output. ``offsets``: characters of output before each token; with logprobs only."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+    offsets: list[int]
+
+
+class Stopper(Protocol):
+    """Ends a request whose stop string was found."""
+
+    def stop(self, request_id: RequestId) -> None: ...
+
+
+class Choice:
+    """Listener of one request. ``on_change`` is called when there is something to take."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt_ids: tuple[int, ...],
+        output: OutputText,
+        *,
+        index: int,
+        arrival: float,
+        scored: bool,
+        stopper: Stopper,
+        metrics: Metrics,
+        on_change: Callable[["Choice"], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.output = output
+        self.index = index
+        self.moments = Moments(arrival=arrival)
+        self.end: Finished | None = None
+        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self._scored = scored
+        self._stopper = stopper
+        self._metrics = metrics
+        self._on_change = on_change
+        self._piece = Piece("", [], [], [])
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that count: up to the one that completed a stop string."""
+        return self.output.num_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output ended, None while it has not or when it failed."""
+        if self.end is None or self.end.error is not None:
+            return None
+        return "stop" if self.output.stopped else self.end.reason
+
+    def take(self) -> Piece:
+        """Return what came since the last call."""
+        piece, self._piece = self._piece, Piece("", [], [], [])
+        return piece
+
+    def timeline(self) -> Timeline:
+        """Return where the time went; complete once the request has ended."""
+        return make_timeline(self.moments, self.end.timeline if self.end else None)
+
+    def on_tokens(self, items: list[TokenItem], now: float) -> None:
+        output, piece = self.output, self._piece
+        if output.stopped:
+            return
+        self._clock_in(now)
+        text = ""
+        for item in items:
+            if self._scored:
+                piece.offsets.append(output.offset)
+                piece.logprobs.append(item.logprob)
+            piece.tokens.append(item.token)
+            text += output.push(item.token)
+            if output.stopped:
+                self._stopper.stop(self.request_id)
+                break
+        if text:
+            piece.text += text
+        if text or self._scored:
+            self._on_change(self)
+
+    def on_prompt_logprobs(self, items: tuple[TokenLogprob, ...]) -> None:
+        self.prompt_logprobs = items
+        self._on_change(self)
+
+    def on_end(self, done: Finished, now: float) -> None:
+        self.end = done
+        self._piece.text += self.output.finish()
+        self._measure(now)
+        self._on_change(self)
+
+    def _clock_in(self, now: float) -> None:
+        moments, metrics = self.moments, self._metrics
+        if moments.last_token is None:
+            moments.first_token = now
+            metrics.ttft.observe(now - moments.arrival)
+        else:
+            metrics.itl.observe(now - moments.last_token)
+        moments.last_token = now
+
+    def _measure(self, now: float) -> None:
+        moments, metrics = self.moments, self._metrics
+        assert self.end is not None
+        metrics.e2e.observe(now - moments.arrival)
+        metrics.prompt_tokens.inc(len(self.prompt_ids))
+        metrics.cached_tokens.inc(self.end.num_cached_tokens)
+        metrics.output_tokens.inc(self.num_tokens)
+        if moments.first_token is not None and moments.last_token is not None:
+            if self.num_tokens > 1:
+                gap = (moments.last_token - moments.first_token) / (self.num_tokens - 1)
+                metrics.tpot.observe(gap)
+        if self.end.error is None:
+            metrics.observe_timeline(self.timeline())
