@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Annotated, Literal, NewType
 
 import msgspec
+import msgspec.inspect
 from msgspec import Meta, Struct
 
 from shared.errors import BadConfig
+from shared.yaml_file import read_mapping
 
 Seconds = NewType("Seconds", float)
 ByteSize = NewType("ByteSize", int)
@@ -131,19 +133,27 @@ _TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_size(text: object) -> ByteSize:
-    """Read ``512MiB``, ``8GiB`` or a plain number of bytes."""
-    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)?", str(text).strip())
-    if match is None:
+    """Read ``512MiB``, ``8GiB`` or a plain number of bytes; more than zero."""
+    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)?", str(text).strip(), re.ASCII)
+    if match is None or int(match[1]) == 0:
         raise ValueError(f"expected a size such as 512MiB or 8GiB, got {text!r}")
     return ByteSize(int(match[1]) * _UNITS[match[2] or "B"])
 
 
 def parse_duration(text: object) -> Seconds:
-    """Read ``200ms``, ``30s``, ``5m`` or a plain number of seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip())
-    if match is None:
+    """Read ``200ms``, ``30s``, ``5m`` or a plain number of seconds; more than zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip(), re.ASCII)
+    if match is None or float(match[1]) == 0:
         raise ValueError(f"expected a duration such as 200ms or 30s, got {text!r}")
     return Seconds(float(match[1]) * _TIMES[match[2] or "s"])
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read ``host:port`` or ``[ipv6]:port``; port 0 lets the system choose."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})", text, re.ASCII)
+    if match is None or int(match[3]) > 65535:
+        raise ValueError(f"expected host:port such as 127.0.0.1:8000, got {text!r}")
+    return match[1] or match[2], int(match[3])
 
 
 _SIZE_KEYS = {"kv_memory", "max_body"}
@@ -155,12 +165,11 @@ _DURATION_KEYS = {
     "drain_timeout",
     "request_timeout",
 }
+_FREE_KEYS = {"api_keys"}
 
 
 def _units_to_numbers(node: object, path: str) -> object:
     """Replace sizes and durations written with units by plain numbers."""
-    if isinstance(node, list):
-        return [_units_to_numbers(item, f"{path}[{i}]") for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     out: dict[object, object] = {}
@@ -173,7 +182,7 @@ def _units_to_numbers(node: object, path: str) -> object:
                 value = parse_duration(value)
         except ValueError as error:
             raise BadConfig(f"{error} - at `{where}`") from None
-        out[key] = _units_to_numbers(value, where)
+        out[key] = value if key in _FREE_KEYS else _units_to_numbers(value, where)
     return out
 
 
@@ -183,35 +192,79 @@ def load_deployment(path: str | Path) -> Deployment:
     Raises:
         BadConfig: with file, line or key path, and what is allowed.
     """
+    mapping = read_mapping(Path(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(f"cannot read deployment file {path}: {error}") from error
-    try:
-        tree = _units_to_numbers(msgspec.yaml.decode(text), "$")
+        tree = _units_to_numbers(mapping, "$")
         deployment = msgspec.convert(tree, Deployment, strict=True)
     except BadConfig as error:
         raise BadConfig(f"{path}: {error.message}") from error
-    except msgspec.MsgspecError as error:
-        raise BadConfig(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise BadConfig(f"{path}: {error}{_allowed(str(error))}") from error
     check_deployment(deployment, str(path))
     return deployment
 
 
+def _allowed(message: str) -> str:
+    """Say what is allowed at the key path that ends a msgspec message."""
+    node: msgspec.inspect.Type = msgspec.inspect.type_info(Deployment)
+    match = re.search(r"at `\$([^`]*)`$", message)
+    for key in re.findall(r"[^.\[\]]+", match[1]) if match else ():
+        inner = _fields(node).get(key)
+        if inner is None:
+            return ""
+        node = inner
+    allowed = _literals(node) or list(_fields(node))
+    return f" (allowed: {', '.join(allowed)})" if allowed else ""
+
+
+def _arms(node: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:
+    return node.types if isinstance(node, msgspec.inspect.UnionType) else (node,)
+
+
+def _fields(node: msgspec.inspect.Type) -> dict[str, msgspec.inspect.Type]:
+    structs = [arm for arm in _arms(node) if isinstance(arm, msgspec.inspect.StructType)]
+    return {field.name: field.type for arm in structs for field in arm.fields}
+
+
+def _literals(node: msgspec.inspect.Type) -> list[str]:
+    literals = [arm for arm in _arms(node) if isinstance(arm, msgspec.inspect.LiteralType)]
+    return [str(value) for arm in literals for value in arm.values]
+
+
 def check_deployment(deployment: Deployment, source: str) -> None:
-    """Check what spans several fields. Raises ``BadConfig`` naming the keys."""
-    workers = deployment.workers
-    if deployment.deployment_type == "split":
-        for role, section in (("prefill", workers.prefill), ("decode", workers.decode)):
-            if section is None or section.count < 1:
-                raise BadConfig(
-                    f"{source}: `workers.{role}` needs a section with count >= 1 "
-                    "for `deployment_type: split`"
-                )
-    elif workers.mixed is None or workers.mixed.count < 1:
-        raise BadConfig(
-            f"{source}: `workers.mixed` needs a section with count >= 1 "
-            "for `deployment_type: colocated`"
-        )
+    """Check what types cannot say. Raises ``BadConfig`` naming the keys."""
+    _check_roles(deployment, source)
     if deployment.transfer.heartbeat * 2 > deployment.transfer.lease:
         raise BadConfig(f"{source}: `transfer.heartbeat` must be at most half of `transfer.lease`")
+    try:
+        parse_address(deployment.gateway.http)
+    except ValueError as error:
+        raise BadConfig(f"{source}: {error} - at `$.gateway.http`") from None
+    for key, endpoint in (
+        ("gateway.zmq", deployment.gateway.zmq),
+        ("endpoints.router_gateways", deployment.endpoints.router_gateways),
+        ("endpoints.router_workers", deployment.endpoints.router_workers),
+    ):
+        if endpoint is not None and not re.match(r"(ipc|tcp)://.", endpoint):
+            raise BadConfig(
+                f"{source}: expected an endpoint such as tcp://127.0.0.1:5555 or "
+                f"ipc:///run/x.sock, got {endpoint!r} - at `$.{key}`"
+            )
+
+
+def _check_roles(deployment: Deployment, source: str) -> None:
+    split = deployment.deployment_type == "split"
+    for role in ("prefill", "decode", "mixed"):
+        section: WorkerSection | None = getattr(deployment.workers, role)
+        if (role == "mixed") is not split and (section is None or section.count < 1):
+            raise BadConfig(
+                f"{source}: `workers.{role}` needs a section with count >= 1 "
+                f"for `deployment_type: {deployment.deployment_type}`"
+            )
+        if section is not None and section.cores is not None:
+            lists = section.cores
+            if len(lists) != section.count or not all(c and min(c) >= 0 for c in lists):
+                raise BadConfig(
+                    f"{source}: `workers.{role}.cores` needs one list of core numbers for each "
+                    f"of the {section.count} workers"
+                )

@@ -1,0 +1,187 @@
+"""The deployment file: everything shipped loads, everything wrong is named."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.config import load_deployment, parse_address, parse_duration, parse_size
+from shared.errors import BadConfig
+from shared.runtime import worker_ids
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+SPLIT = """
+name: local
+deployment_type: split
+workers:
+  prefill: {count: 1}
+  decode: {count: 1}
+"""
+
+
+def _load(tmp_path: Path, text: str) -> object:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(text)
+    return load_deployment(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_configs_load(path: Path) -> None:
+    """Guards ``make up`` and the documented modes against a typo in a shipped file."""
+    deployment = load_deployment(path)
+    assert deployment.name == path.stem
+    assert worker_ids(deployment)
+
+
+def test_there_are_shipped_configs() -> None:
+    """Guards the test above against passing on an empty folder."""
+    assert {p.stem for p in CONFIGS} >= {"local", "colocated", "exact"}
+
+
+def test_units_become_numbers(tmp_path: Path) -> None:
+    """Guards sizes and durations, and that an API key that looks like one stays a key."""
+    deployment = load_deployment(
+        _write(
+            tmp_path,
+            SPLIT.replace("decode: {count: 1}", "decode: {count: 2, kv_memory: 3GiB}")
+            + "transfer: {lease: 1m, heartbeat: 500ms}\n"
+            + "gateway: {api_keys: {lease: alice, kv_memory: bob}, request_timeout: 90}\n",
+        )
+    )
+    assert deployment.workers.decode is not None
+    assert deployment.workers.decode.kv_memory == 3 << 30
+    assert (deployment.transfer.lease, deployment.transfer.heartbeat) == (60.0, 0.5)
+    assert deployment.gateway.request_timeout == 90.0
+    assert deployment.gateway.api_keys == {"lease": "alice", "kv_memory": "bob"}
+    names = [str(worker) for worker, _ in worker_ids(deployment)]
+    assert names == ["prefill-0", "decode-0", "decode-1"]
+
+
+def _write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        ("oops: 1", ["unknown field `oops`", "allowed: name,", "kv_reuse"]),
+        ("store: {ram: 8GiB}", ["unknown field `store`"]),
+        ("model: {pth: x}", ["unknown field `pth`", "`$.model`", "allowed: path,"]),
+        ("model: x", ["Expected `object`", "`$.model`", "allowed: path,"]),
+        ("model: {block_size: 0}", [">= 1", "`$.model.block_size`"]),
+        ("model: {block_size: 257}", ["<= 256", "`$.model.block_size`"]),
+        ("model: {max_model_len: '8192'}", ["Expected `int", "`$.model.max_model_len`"]),
+        ("kv_reuse: {prefix: maybe}", ["Expected `bool`", "`$.kv_reuse.prefix`"]),
+        ("kv_reuse: {semantic: true}", ["unknown field `semantic`", "allowed: prefix"]),
+        ("transfer: {path: rdma}", ["'rdma'", "`$.transfer.path`", "allowed: ipc"]),
+        ("router: {on_no_prefill: wat}", ["`$.router.on_no_prefill`", "fail, local, wait"]),
+        ("router: {max_queue: 0}", [">= 1", "`$.router.max_queue`"]),
+        ("router: {worker_timeout: 5 parsecs}", ["'5 parsecs'", "30s", "$.router.worker_timeout"]),
+        ("router: {worker_timeout: 0s}", ["'0s'", "$.router.worker_timeout"]),
+        ("router: {worker_timeout: -1}", ["-1", "$.router.worker_timeout"]),
+        ("router: {worker_timeout: [1]}", ["[1]", "$.router.worker_timeout"]),
+        ("gateway: {max_body: 8MB}", ["'8MB'", "512MiB", "$.gateway.max_body"]),
+        ("gateway: {max_body: true}", ["True", "$.gateway.max_body"]),
+        ("gateway: {http: 8000}", ["Expected `str`", "`$.gateway.http`"]),
+        ("gateway: {http: localhost}", ["127.0.0.1:8000", "'localhost'", "`$.gateway.http`"]),
+        ("gateway: {http: 'h:70000'}", ["'h:70000'", "`$.gateway.http`"]),
+        ("gateway: {zmq: 'localhost:5555'}", ["tcp://127.0.0.1:5555", "`$.gateway.zmq`"]),
+        ("endpoints: {router_workers: 'pgm://x'}", ["`$.endpoints.router_workers`"]),
+        ("endpoints: {router_gateways: 'tcp://'}", ["`$.endpoints.router_gateways`"]),
+        ("gateway: {api_keys: {k: 1}}", ["Expected `str`", "`$.gateway.api_keys"]),
+        ("transfer: {lease: 5s, heartbeat: 3s}", ["`transfer.heartbeat`", "`transfer.lease`"]),
+    ],
+)
+def test_wrong_values_name_file_key_and_what_is_allowed(
+    tmp_path: Path, extra: str, parts: list[str]
+) -> None:
+    """Guards the operator's first minute: one sentence that says where and what."""
+    with pytest.raises(BadConfig) as caught:
+        _load(tmp_path, f"{SPLIT}{extra}\n")
+    for part in ["deployment.yaml", *parts]:
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["found nothing"]),
+        ("- a\n- b\n", ["found list"]),
+        ("just words\n", ["found str"]),
+        ("name: a\n  b: c\n", ["deployment.yaml:2"]),
+        ("name: [\n", ["deployment.yaml:2"]),
+        ("name: a\nmodel: {path: x}\nname: b\n", ["deployment.yaml:3", "'name' appears twice"]),
+        ("model:\n  path: x\n  path: y\n", ["deployment.yaml:3", "'path' appears twice"]),
+        ("1: x\n", ["deployment.yaml:1", "key 1 is not text"]),
+        ("a: !!python/object/apply:os.system [x]\n", ["deployment.yaml:1", "constructor"]),
+        ('a: "\\x00\x01"\n', ["not YAML"]),
+        ("deployment_type: split\n", ["missing required field `name`"]),
+        ("name: Not Good\ndeployment_type: split\n", ["`$.name`", "[a-z0-9-]"]),
+        ("name: a\ndeployment_type: dis-gpu\n", ["`$.deployment_type`", "colocated, split"]),
+        ("name: a\ndeployment_type: split\n", ["`workers.prefill`", "count >= 1", "split"]),
+        ("name: a\ndeployment_type: colocated\n", ["`workers.mixed`", "colocated"]),
+        (
+            "name: a\ndeployment_type: split\nworkers: {prefill: {}, decode: {count: 0}}\n",
+            ["`workers.decode`", "count >= 1"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {precision: int8}}\n",
+            ["`$.workers.mixed.precision`", "bf16, fp16, fp32"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {count: 2, cores: [[0]]}}\n",
+            ["`workers.mixed.cores`", "2 workers"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {cores: [[-1]]}}\n",
+            ["`workers.mixed.cores`"],
+        ),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    """Guards against tracebacks and silent acceptance for files that are not a deployment."""
+    with pytest.raises(BadConfig) as caught:
+        _load(tmp_path, text)
+    for part in ["deployment.yaml", *parts]:
+        assert part in caught.value.message
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    """Guards missing paths, directories and binary files."""
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    for path in (tmp_path / "absent.yaml", tmp_path, binary):
+        with pytest.raises(BadConfig, match="cannot read deployment file"):
+            load_deployment(path)
+
+
+def test_anchors_and_merge_keys_still_work(tmp_path: Path) -> None:
+    """Guards the duplicate check against refusing YAML's own way to repeat a section."""
+    text = (
+        "name: a\ndeployment_type: split\nworkers:\n"
+        "  prefill: &w {precision: fp32, count: 1}\n  decode: {<<: *w, count: 3}\n"
+    )
+    workers = load_deployment(_write(tmp_path, text)).workers
+    assert workers.decode is not None
+    assert (workers.decode.precision, workers.decode.count) == ("fp32", 3)
+
+
+def test_parsers() -> None:
+    """Guards the unit grammar, digits of other scripts included."""
+    assert parse_size("1 KiB") == 1024
+    assert parse_size(7) == 7
+    assert parse_duration("1.5h") == 5400.0
+    assert parse_duration(0.25) == 0.25
+    assert parse_address("[::1]:80") == ("::1", 80)
+    assert parse_address("0.0.0.0:0") == ("0.0.0.0", 0)
+    for bad in ("", "KiB", "1.5GiB", "-1", "0", "\u0663", "1kib"):
+        with pytest.raises(ValueError):
+            parse_size(bad)
+    for bad in ("", "s", "1e3", "-1s", "0", "0.0ms", "1 day"):
+        with pytest.raises(ValueError):
+            parse_duration(bad)
+    for bad in ("", ":80", "a:", "a:b", "a:1:2", "::1:80", "a b:1", "a:-1", "http://a:1"):
+        with pytest.raises(ValueError):
+            parse_address(bad)
