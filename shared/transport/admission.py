@@ -78,7 +78,9 @@ class _Gate:
         if len(frames) == 7 and frames[0] == _VERSION and frames[5] == b"CURVE":
             admission = self.admissions.get(frames[2])
             admitted = admission is not None and admission.judge(frames[6])
-        status, text = (b"200", b"OK") if admitted else (b"400", b"unknown key")
+        # 300 cuts the connection and lets the peer try again after its handshake timeout; on
+        # 400 libzmq gives up for good, and a key allowed later would need both sides restarted.
+        status, text = (b"200", b"OK") if admitted else (b"300", b"unknown key")
         self._socket.send_multipart((_VERSION, request, status, text, b"", b""), zmq.NOBLOCK)
 
 

@@ -164,8 +164,11 @@ class DealerLink(Generic[In, Out]):
         payload = self._codec.encode(message)
         if self._socket.closed or payload is None:
             return False
-        if not self._outbox and self._write(payload):
-            self._pump.touch()
+        if self._outbox:
+            return self._outbox.push(payload)
+        sent = self._write(payload)
+        self._pump.touch()
+        if sent:
             return True
         self._pump.retry_soon()
         return self._outbox.push(payload)

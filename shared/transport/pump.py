@@ -56,9 +56,10 @@ class Outbox:
 class SocketPump:
     """Reads a socket for life and keeps offering its owner the chance to write.
 
-    ``on_frames`` gets every message. ``flush`` writes what waits and returns whether all of it
-    went out. At most a budget of messages is handled before other tasks get their turn. An
-    exception of ``on_frames`` goes to the loop's exception handler; later messages still flow.
+    ``on_frames`` gets every message and may close the socket. ``flush`` writes what waits and
+    returns whether all of it went out. At most a budget of messages is handled before other
+    tasks get their turn. An exception of ``on_frames`` goes to the loop's exception handler;
+    later messages still flow.
     """
 
     def __init__(
@@ -97,27 +98,27 @@ class SocketPump:
                 handle.cancel()
 
     def _schedule(self) -> None:
-        self._scheduled = self._loop.call_soon(self._wake)
+        if self._scheduled is None:
+            self._scheduled = self._loop.call_soon(self._wake)
 
     def _wake(self) -> None:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        drained = False
-        try:
-            for _ in range(_BUDGET):
-                if self._socket.closed:
-                    return
-                frames = _receive(self._socket)
-                if frames is None:
-                    drained = True
-                    break
+        for _ in range(_BUDGET):
+            frames = _receive(self._socket)
+            if frames is None:
+                break
+            handled = False
+            try:
                 self._on_frames(frames)
-        finally:
-            if not drained and not self._socket.closed:
-                self._schedule()
-        if not self._socket.closed:
-            self._write()
+                handled = True
+            finally:
+                if not handled and not self._socket.closed:
+                    self._schedule()
+            if self._socket.closed:
+                return
+        self._write()
 
     def _write(self) -> None:
         if self._retry is not None:
