@@ -161,7 +161,7 @@ class Pair:
 
     def lease(self, a: int, b: int) -> None:
         transfer, deadline = a % 3, self.now + b % 5
-        blocks = [x for x in range(NUM_BLOCKS) if self.model.state(x) != "free"][: 1 + a % 3]
+        blocks = [x for x in range(NUM_BLOCKS) if self.model.state(x) != "free"][: 1 + b % 4]
         if not blocks:
             with pytest.raises(ValueError):
                 self.pool.lease(TransferId(transfer), _ids(a % NUM_BLOCKS), deadline)
@@ -247,6 +247,19 @@ def test_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     assert pool.match([_hash(i) for i in range(4)]) == blocks[:3]
     pool.allocate(2)
     assert pool.match([_hash(i) for i in range(4)]) == blocks[:1]
+
+
+def test_tail_goes_first_after_a_lease_too() -> None:
+    """Guards the same where the reader's lease, not the sequence, lets go last."""
+    pool = BlockPool(3, 4)
+    blocks = pool.allocate(3)
+    for i, block in enumerate(blocks):
+        pool.seal(block, _hash(i))
+    pool.lease(TransferId(1), blocks, 1.0)
+    pool.release(blocks)
+    pool.end_lease(TransferId(1))
+    pool.allocate(1)
+    assert pool.match([_hash(i) for i in range(3)]) == blocks[:2]
 
 
 def test_leased_blocks_survive_release_and_pressure() -> None:
