@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from shared.errors import ResourceMissing
 
-_TIMEOUT = 5.0
+_TIMEOUT = 20.0
 
 
 class ProcessState(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ from msgspec import Struct
 
 from tools.supervise.control import ProcessState
 
+MAX_STARTS = 5
+"""Starts in a row without becoming ready after which a process is given up."""
 EXIT_REFUSED = 2
 """A service that exits with 2 found its config or resources wrong: no restart helps."""
 
@@ -49,55 +51,55 @@ class Watch:
     """Follows every process of a run."""
 
     def __init__(self, names: list[str], now: float) -> None:
-        self._since = dict.fromkeys(names, now)
-        self._ready: dict[str, int] = {}
-        self._seen: set[str] = set()
+        self._followed = {name: _Followed(since=now) for name in names}
 
     @property
     def all_ready(self) -> bool:
         """True while every process is ready."""
-        return len(self._ready) == len(self._since)
+        return all(followed.ready_pid for followed in self._followed.values())
 
     def update(
         self, states: Mapping[str, ProcessState], ready: Mapping[str, Ready], now: float
     ) -> list[Event]:
         """Compare a snapshot with the one before and return what changed."""
         events: list[Event] = []
-        for name in self._since:
+        for name, followed in self._followed.items():
             state = states.get(name)
-            if state is None:
-                continue
-            failure = _failure(state)
-            if failure is not None:
-                self._ready.pop(name, None)
-                events.append(failure)
-                continue
-            events += self._update_one(name, state, ready.get(name), now)
-        return events
-
-    def _update_one(
-        self, name: str, state: ProcessState, ready: Ready | None, now: float
-    ) -> list[Event]:
-        events: list[Event] = []
-        known = self._ready.get(name)
-        alive = ready is not None and ready.pid == state.pid
-        if known is not None and not (alive and known == state.pid):
-            del self._ready[name]
-            self._since[name] = now
-            events.append(Ended(name=name, pid=known))
-            known = None
-        if known is None and alive:
-            self._ready[name] = state.pid
-            seconds = now - self._since[name]
-            again = name in self._seen
-            self._seen.add(name)
-            events.append(BecameReady(name=name, pid=state.pid, seconds=seconds, again=again))
+            if state is not None:
+                events += _follow(name, followed, state, ready.get(name), now)
         return events
 
 
-def _failure(state: ProcessState) -> Failed | None:
-    if state.statename in ("EXITED", "BACKOFF") and state.exitstatus == EXIT_REFUSED:
-        return Failed(name=state.name, reason="refused")
-    if state.statename == "FATAL":
-        return Failed(name=state.name, reason="crashed")
-    return None
+class _Followed(Struct):
+    since: float
+    ready_pid: int = 0
+    was_ready: bool = False
+    last_pid: int = 0
+    starts: int = 0
+
+
+def _follow(
+    name: str, followed: _Followed, state: ProcessState, ready: Ready | None, now: float
+) -> list[Event]:
+    events: list[Event] = []
+    if state.pid and state.pid != followed.last_pid:
+        followed.last_pid = state.pid
+        followed.starts += 1
+    is_ready = ready is not None and ready.pid == state.pid
+    if followed.ready_pid and not (is_ready and state.pid == followed.ready_pid):
+        events.append(Ended(name=name, pid=followed.ready_pid))
+        followed.ready_pid = 0
+        followed.since = now
+    if is_ready and not followed.ready_pid:
+        followed.ready_pid = state.pid
+        followed.starts = 0
+        seconds = now - followed.since
+        events.append(
+            BecameReady(name=name, pid=state.pid, seconds=seconds, again=followed.was_ready)
+        )
+        followed.was_ready = True
+    if state.statename == "EXITED" and state.exitstatus == EXIT_REFUSED:
+        events.append(Failed(name=name, reason="refused"))
+    elif state.statename == "FATAL" or followed.starts > MAX_STARTS:
+        events.append(Failed(name=name, reason="crashed"))
+    return events

@@ -11,7 +11,6 @@ from shared.runtime import runtime_dir, worker_ids
 
 STOP_MARGIN = 10.0
 """Seconds a process gets beyond the drain timeout before it is killed."""
-START_RETRIES = 5
 
 _MODULES = {"prefill": "prefill", "decode": "decode", "mixed": "decode"}
 
@@ -87,7 +86,8 @@ def render_conf(
     """Return the supervisor configuration.
 
     ``parent`` is the pid of the supervisor that will read it. Groups stop in descending
-    priority, each only after the one before is down: gateway, router, workers.
+    priority, each only after the one before is down: gateway, router, workers. ``startsecs``
+    is 0 because the supervisor forgets the exit code of a process that ends sooner.
     """
     stop_wait = int(deployment.router.drain_timeout + STOP_MARGIN)
     everything = processes(deployment)
@@ -123,8 +123,7 @@ def render_conf(
                 priority=_priority(process),
                 autorestart="unexpected",
                 exitcodes="2",
-                startsecs="1",
-                startretries=str(START_RETRIES),
+                startsecs="0",
                 stopsignal="TERM",
                 stopwaitsecs=str(stop_wait),
                 stdout_logfile="NONE",

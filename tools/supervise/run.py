@@ -97,7 +97,13 @@ class Run:
         return 3 * (self._deployment.router.drain_timeout + STOP_MARGIN)
 
     def stopped(self) -> bool:
-        """True once the supervisor and every service are gone."""
+        """True once the supervisor and every service are gone.
+
+        Asking also wakes the supervisor, which else looks after its children once a second.
+        """
+        if self.alive:
+            with contextlib.suppress(ResourceMissing):
+                self.control.states()
         return not self.alive and wait_for_services(self.paths, 0.0)
 
     def kill(self) -> None:

@@ -1,0 +1,5 @@
+import sys
+
+from services.stand_in import main
+
+sys.exit(main())
