@@ -121,7 +121,8 @@ class Broker:
             raise NoWorker("too many fleet queries wait for the router", retry_after=1.0)
         self._last_id += 1
         query = self._last_id
-        answer = self._queries[query] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[FleetStatus] = asyncio.get_running_loop().create_future()
+        self._queries[query] = answer
         try:
             async with asyncio.timeout(timeout):
                 self._send(FleetQuery(query=query))

@@ -29,33 +29,41 @@ class Stopper(Protocol):
     def stop(self, request_id: RequestId) -> None: ...
 
 
+class Shared(Struct):
+    """What the outputs of one call have in common.
+
+    ``arrival`` is monotonic; ``scored``: log probabilities are wanted.
+    """
+
+    arrival: float
+    scored: bool
+    stopper: Stopper
+    metrics: Metrics
+    on_change: "Callable[[Choice], None]"
+
+
 class Choice:
-    """Listener of one request. ``on_change`` is called when there is something to take."""
+    """Listener of one request; says ``on_change`` when there is something to take."""
 
     def __init__(
         self,
+        shared: Shared,
         request_id: RequestId,
+        index: int,
         prompt_ids: tuple[int, ...],
         output: OutputText,
-        *,
-        index: int,
-        arrival: float,
-        scored: bool,
-        stopper: Stopper,
-        metrics: Metrics,
-        on_change: Callable[["Choice"], None],
     ) -> None:
         self.request_id = request_id
+        self.index = index
         self.prompt_ids = prompt_ids
         self.output = output
-        self.index = index
-        self.moments = Moments(arrival=arrival)
+        self.moments = Moments(arrival=shared.arrival)
         self.end: Finished | None = None
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-        self._scored = scored
-        self._stopper = stopper
-        self._metrics = metrics
-        self._on_change = on_change
+        self._scored = shared.scored
+        self._stopper = shared.stopper
+        self._metrics = shared.metrics
+        self._on_change = shared.on_change
         self._piece = Piece("", [], [], [])
 
     @property
@@ -125,9 +133,8 @@ class Choice:
         metrics.prompt_tokens.inc(len(self.prompt_ids))
         metrics.cached_tokens.inc(self.end.num_cached_tokens)
         metrics.output_tokens.inc(self.num_tokens)
-        if moments.first_token is not None and moments.last_token is not None:
-            if self.num_tokens > 1:
-                gap = (moments.last_token - moments.first_token) / (self.num_tokens - 1)
-                metrics.tpot.observe(gap)
+        first, last = moments.first_token, moments.last_token
+        if first is not None and last is not None and self.num_tokens > 1:
+            metrics.tpot.observe((last - first) / (self.num_tokens - 1))
         if self.end.error is None:
             metrics.observe_timeline(self.timeline())

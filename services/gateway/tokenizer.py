@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders
 
-from services.gateway.chat_template import ChatTemplate, load_chat_template, special_text
+from services.gateway.chat_template import load_chat_template, special_text
 from services.gateway.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.model_facts import read_json, read_model_facts
 from shared.errors import InvalidRequest, UnsupportedModel
@@ -26,7 +26,7 @@ class Tokenizer:
         """
         facts = read_model_facts(model_dir)
         self._tokenizer = _load(model_dir)
-        self.chat_template: ChatTemplate | None = load_chat_template(model_dir)
+        self._chat_template = load_chat_template(model_dir)
         self.max_model_len = facts.max_model_len
         self.vocab_size = facts.vocab_size
         eos = special_text(read_json(model_dir / "tokenizer_config.json").get("eos_token"))
@@ -81,17 +81,17 @@ class Tokenizer:
             return bytes([int(name[3:5], 16)])
         return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """Return the prompt ids of a conversation.
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """Return a conversation as prompt text, special tokens written out.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
-        if self.chat_template is None:
+        if self._chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions", param="messages"
             )
-        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+        return self._chat_template.render(messages)
 
     def _decode_window(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

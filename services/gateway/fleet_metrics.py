@@ -1,0 +1,73 @@
+"""The router's fleet status as Prometheus metrics."""
+
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from shared.messages.fleet import FleetStatus, WorkerStatus
+
+_LABELS = ("worker", "role")
+
+
+class FleetCollector:
+    """Shows one status; without one only ``diptych_router_up 0``."""
+
+    def __init__(self, status: FleetStatus | None) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics (the interface of prometheus_client)."""
+        status = self._status
+        up = 0 if status is None else 1
+        yield GaugeMetricFamily("diptych_router_up", "The router answers.", value=up)
+        if status is None:
+            return
+        for name in ("uptime", "queued", "open_requests", "draining"):
+            value = float(getattr(status, name))
+            yield GaugeMetricFamily(f"diptych_router_{name}", f"Router: {name}.", value=value)
+        counters = msgspec.structs.asdict(status.counters)
+        decisions = counters.pop("decisions")
+        for name, value in counters.items():
+            yield CounterMetricFamily(f"diptych_router_{name}", f"Router: {name}.", value=value)
+        split = CounterMetricFamily(
+            "diptych_router_decisions", "Split decisions by reason.", labels=("reason",)
+        )
+        for reason, value in decisions.items():
+            split.add_metric((reason,), value)
+        yield split
+        yield from _workers(status.workers)
+
+
+def fleet_text(status: FleetStatus | None) -> bytes:
+    """Return the fleet's metrics in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(status))
+    return generate_latest(registry)
+
+
+def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
+    ready = GaugeMetricFamily("diptych_worker_ready", "Health is ready.", labels=_LABELS)
+    age = GaugeMetricFamily("diptych_worker_age_seconds", "Since last heard.", labels=_LABELS)
+    for worker in workers:
+        ready.add_metric((worker.worker, worker.role), float(worker.health == "ready"))
+        age.add_metric((worker.worker, worker.role), worker.age)
+    yield ready
+    yield age
+    for name in _fields(workers, "load"):
+        gauge = GaugeMetricFamily(f"diptych_worker_{name}", f"Worker: {name}.", labels=_LABELS)
+        for worker in workers:
+            gauge.add_metric((worker.worker, worker.role), float(getattr(worker.load, name)))
+        yield gauge
+    for name in _fields(workers, "counters"):
+        counter = CounterMetricFamily(
+            f"diptych_worker_{name}", f"Worker: {name} since start.", labels=_LABELS
+        )
+        for worker in workers:
+            counter.add_metric((worker.worker, worker.role), getattr(worker.counters, name))
+        yield counter
+
+
+def _fields(workers: tuple[WorkerStatus, ...], part: str) -> tuple[str, ...]:
+    return getattr(workers[0], part).__struct_fields__ if workers else ()
