@@ -59,14 +59,14 @@ def _run(fleet: Fleet) -> Iterator[Fleet]:
         fleet.remove()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def colocated() -> Iterator[Fleet]:
     """One mixed worker whose small budget cuts prompts into chunks beside decodes."""
     workers = {"mixed": {"max_batch_tokens": 80}}
     yield from _run(Fleet(deployment({"mixed": 1}, workers=workers)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def split() -> Iterator[Fleet]:
     """1P1D; prompts are not cut into chunks."""
     workers = {"prefill": {"max_batch_tokens": 2048}}
@@ -74,7 +74,7 @@ def split() -> Iterator[Fleet]:
     yield from _run(Fleet(tree))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def split_2x2() -> Iterator[Fleet]:
     """2P2D with chunks of 48 tokens: a chunk border in the middle of blocks."""
     workers = {"prefill": {"max_batch_tokens": 48}}

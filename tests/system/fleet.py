@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from diptych import Client
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -82,8 +84,10 @@ class Fleet:
         module = {"mixed": "decode"}.get(kind, kind)
         with (self.home / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", f"services.{module}", "--config", str(self.config)]
-                + ["--name", name, "--die-with-parent"],
+                [
+                    *(sys.executable, "-m", f"services.{module}"),
+                    *("--config", str(self.config), "--name", name, "--die-with-parent"),
+                ],
                 cwd=REPO,
                 stdout=log,
                 stderr=log,
@@ -142,6 +146,22 @@ class Fleet:
                 for name, process in list(self.processes.items()):
                     if process.poll() is not None and not self._keeping.is_set():
                         self.spawn(name)
+
+    def wait_idle(self, client: Client, timeout: float = 45.0) -> dict[str, Any]:
+        """Wait until no request is open and every pool is at rest; return the status."""
+        end = time.monotonic() + timeout
+        while True:
+            status: dict[str, Any] = client.status()
+            loads = [w["load"] for w in status["workers"]]
+            busy = [
+                load
+                for load in loads
+                if load["busy"] or load["blocks_leased"] or load["blocks_active"]
+            ]
+            if not busy and not status["open_requests"] and len(loads) == len(self.workers):
+                return status
+            assert time.monotonic() < end, status
+            time.sleep(0.2)
 
     def stop(self) -> dict[str, int]:
         """Stop everything in order; return the exit codes. Leaves nothing behind."""

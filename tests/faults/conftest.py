@@ -1,0 +1,5 @@
+"""Fault tests have deployments of their own, which they may break."""
+
+from tests.system.conftest import golden, model_present
+
+__all__ = ["golden", "model_present"]
