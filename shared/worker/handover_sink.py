@@ -1,0 +1,279 @@
+"""The decode side of KV hand-overs: pulls what is announced and proves it before use."""
+
+from msgspec import Struct
+
+from shared.errors import ErrorPayload
+from shared.ids import TransferId
+from shared.messages.prefill_decode import (
+    AbortTransfer,
+    Acknowledge,
+    KvReady,
+    OpenTransfer,
+    PeerRefused,
+    PeerWelcome,
+    ToDecode,
+    TransferComplete,
+    TransferGone,
+)
+from shared.messages.router_worker import KvSource
+from shared.worker.effects import Copy
+from shared.worker.events import Copied, CopyFailed, SourceKey
+from shared.worker.ledger import BlockLedger, Hold
+from shared.worker.limits import Tally, WorkerIdentity, WorkerLimits
+from shared.worker.outbox import Outbox
+from shared.worker.pull import BrokenTransfer, Pull
+from shared.worker.sequence import Sequence
+from shared.worker.sources import Sources
+
+
+class Announced(Struct, frozen=True):
+    """The source has KV for this sequence: it may queue for blocks."""
+
+    sequence: Sequence
+
+
+class Arrived(Struct, frozen=True):
+    """The hand-over is over; the sequence's blocks are complete unless token 1 finished it."""
+
+    sequence: Sequence
+    complete: TransferComplete
+
+
+class Lost(Struct, frozen=True):
+    """The KV will not come from this source; the sequence needs another one."""
+
+    sequence: Sequence
+    transfer: TransferId
+    error: ErrorPayload
+
+
+News = Announced | Arrived | Lost
+
+
+class HandoverSink:
+    """All transfers into this worker. ``news`` collects what sequences must be told."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        limits: WorkerLimits,
+        ledger: BlockLedger,
+        outbox: Outbox,
+        tally: Tally,
+    ) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._outbox = outbox
+        self._tally = tally
+        self._sources = Sources(identity, limits, outbox)
+        self._pulls: dict[TransferId, Pull] = {}
+        self._by_sequence: dict[int, Pull] = {}
+        self._jobs: dict[int, tuple[Pull, Hold]] = {}
+        self._last_job = 0
+        self.news: list[News] = []
+
+    def __contains__(self, transfer: TransferId) -> bool:
+        return transfer in self._pulls
+
+    def expect(self, sequence: Sequence, source: KvSource, now: float) -> None:
+        """Subscribe to the KV of ``sequence``; blocks are asked for once there is some."""
+        key = SourceKey(source.worker, source.incarnation)
+        for former in self._sources.former_lives(key):
+            self.source_lost(former, _error(f"{key.worker} was restarted"))
+        pull = Pull(sequence, key, source.transfer, self._limits.layers, now)
+        self._pulls[pull.transfer] = pull
+        self._by_sequence[sequence.order] = pull
+        in_use = {p.source for p in self._pulls.values()}
+        self._sources.connect(key, source.endpoint, now, in_use)
+        if self._sources.ready(key):
+            self._sources.send(key, OpenTransfer(transfer=pull.transfer))
+
+    def reserved(self, sequence: Sequence) -> None:
+        """The sequence got its blocks: copy into them whatever is readable."""
+        pull = self._by_sequence[sequence.order]
+        pull.reserve(Hold(), self._ledger.pool.block_size)
+        self._advance(pull)
+
+    def unreserve(self, sequence: Sequence) -> None:
+        """Take the blocks back; the announcements stay good, so the pull can start over."""
+        pull = self._by_sequence[sequence.order]
+        self._ledger.detach(sequence, pull.unreserve())
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence needs no KV from elsewhere any more: cancel, failure, local prefill."""
+        pull = self._by_sequence.get(sequence.order)
+        if pull is not None:
+            self._drop(pull)
+            self._sources.send(pull.source, AbortTransfer(transfer=pull.transfer))
+
+    def refuse(self, source: KvSource, now: float) -> None:
+        """Tell a source that nobody here will read this transfer."""
+        key = SourceKey(source.worker, source.incarnation)
+        if source.transfer not in self._pulls:
+            self._sources.connect(
+                key, source.endpoint, now, {p.source for p in self._pulls.values()}
+            )
+            self._sources.send(key, AbortTransfer(transfer=source.transfer))
+
+    def handle(self, key: SourceKey, message: ToDecode, now: float) -> None:
+        """Take in what a source says."""
+        if key not in self._sources:
+            self._tally.late_messages += 1
+            return
+        match message:
+            case PeerWelcome():
+                self._welcome(key, message, now)
+            case PeerRefused():
+                self.source_lost(key, message.error)
+            case KvReady() | TransferComplete() | TransferGone():
+                pull = self._pulls.get(message.transfer)
+                if pull is None or pull.source != key:
+                    self._tally.late_messages += 1
+                    return
+                pull.progress = now
+                self._transfer(pull, message)
+
+    def copied(self, event: Copied | CopyFailed, now: float) -> None:
+        """A copy job is over."""
+        pull, hold = self._jobs.pop(event.job)
+        live = pull.hold is hold
+        self._ledger.job_over(hold)
+        if isinstance(event, CopyFailed):
+            self._tally.generation_mismatches += event.reused
+            if live:
+                self._lose(pull, event.error)
+            return
+        self._tally.transfer_bytes += event.bytes
+        self._tally.transfer_seconds += event.seconds
+        if live:
+            pull.progress = now
+            self._advance(pull)
+
+    def source_lost(self, key: SourceKey, error: ErrorPayload) -> None:
+        """The source is gone and with it everything not copied yet."""
+        self._sources.drop(key)
+        for pull in [p for p in self._pulls.values() if p.source == key]:
+            self._lose(pull, error)
+
+    def tick(self, now: float) -> None:
+        """Watch deadlines and keep leases alive."""
+        for key in self._sources.late(now):
+            seconds = self._limits.handshake_timeout
+            self.source_lost(key, _error(f"{key.worker} did not answer in {seconds:g} s"))
+        for pull in list(self._pulls.values()):
+            if pull.needs_source and now - pull.progress >= self._limits.lease:
+                self._lose(pull, _error(f"{pull.source.worker} made no progress"))
+        for key in self._sources.connected():
+            mine = [p for p in self._pulls.values() if p.source == key]
+            needed = [p.transfer for p in mine]
+            unheard = [p.transfer for p in mine if not p.announced]
+            self._sources.renew(key, needed, unheard, now)
+
+    def close_all(self) -> None:
+        """Abort every pull."""
+        for pull in list(self._pulls.values()):
+            self.forget(pull.sequence)
+
+    def check(self) -> None:
+        """Both indexes and the jobs agree. Raises ``AssertionError``."""
+        assert sorted(id(p) for p in self._pulls.values()) == sorted(
+            id(p) for p in self._by_sequence.values()
+        ), "the two indexes of pulls differ"
+        for pull in self._pulls.values():
+            phase = pull.sequence.phase
+            assert pull.reserved == (phase == "receiving"), f"a pull is reserved while {phase}"
+            assert pull.source in self._sources, "a pull has no source"
+        jobs: dict[int, int] = {}
+        for _, hold in self._jobs.values():
+            jobs[id(hold)] = jobs.get(id(hold), 0) + 1
+        holds = [p.hold for p in self._pulls.values() if p.hold is not None]
+        for hold in [*holds, *self._ledger.held]:
+            assert hold.jobs == jobs.pop(id(hold), 0), "copy jobs are miscounted"
+        assert not jobs, "a copy job writes to blocks that nobody holds"
+
+    def _welcome(self, key: SourceKey, message: PeerWelcome, now: float) -> None:
+        error = self._sources.welcome(key, message)
+        if error is not None:
+            self.source_lost(key, error)
+            return
+        for pull in self._pulls.values():
+            if pull.source == key and not pull.announced:
+                pull.progress = now
+                self._sources.send(key, OpenTransfer(transfer=pull.transfer))
+
+    def _transfer(self, pull: Pull, message: KvReady | TransferComplete | TransferGone) -> None:
+        heard = pull.announced
+        try:
+            match message:
+                case KvReady():
+                    pull.announce(message)
+                case TransferComplete():
+                    pull.finish(message)
+                case TransferGone():
+                    self._lose(pull, message.error, gone=True)
+                    return
+        except BrokenTransfer as error:
+            self._lose(pull, _error(f"{pull.source.worker} announced {error}"))
+            return
+        if pull.complete is not None and pull.complete.finished:
+            self._end(pull)
+            return
+        if not heard:
+            self.news.append(Announced(pull.sequence))
+        self._advance(pull)
+
+    def _advance(self, pull: Pull) -> None:
+        """Ask for every copy that is possible; end the pull when all is there."""
+        if pull.hold is None:
+            return
+        try:
+            spans = pull.ready_spans()
+        except BrokenTransfer as error:
+            self._lose(pull, _error(f"{pull.source.worker} announced {error}"))
+            return
+        for span in spans:
+            blocks = slice(span.first_block, span.end_block)
+            self._last_job += 1
+            self._jobs[self._last_job] = (pull, pull.hold)
+            pull.hold.jobs += 1
+            self._outbox.add(
+                Copy(
+                    job=self._last_job,
+                    source=pull.source,
+                    first_layer=span.first_layer,
+                    end_layer=span.end_layer,
+                    source_blocks=pull.table.blocks[blocks],
+                    generations=pull.table.generations[blocks],
+                    target_blocks=tuple(pull.sequence.blocks[blocks]),
+                )
+            )
+        if pull.arrived:
+            self._tally.transfers_ok += 1
+            pull.sequence.computed = len(pull.sequence.tokens)
+            pull.hold = None
+            self._end(pull)
+
+    def _end(self, pull: Pull) -> None:
+        assert pull.complete is not None
+        self._sources.send(pull.source, Acknowledge(transfer=pull.transfer))
+        self._drop(pull)
+        self.news.append(Arrived(pull.sequence, pull.complete))
+
+    def _lose(self, pull: Pull, error: ErrorPayload, *, gone: bool = False) -> None:
+        self._tally.transfers_failed += 1
+        self._drop(pull)
+        if not gone:
+            self._sources.send(pull.source, AbortTransfer(transfer=pull.transfer))
+        self.news.append(Lost(pull.sequence, pull.transfer, error))
+
+    def _drop(self, pull: Pull) -> None:
+        del self._pulls[pull.transfer]
+        del self._by_sequence[pull.sequence.order]
+        if pull.hold is not None:
+            self._ledger.detach(pull.sequence, pull.unreserve())
+
+
+def _error(why: str) -> ErrorPayload:
+    return ErrorPayload(
+        code="transfer_failed", message=f"the KV did not arrive: {why}", retryable=True
+    )

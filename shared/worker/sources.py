@@ -1,0 +1,109 @@
+"""The prefill workers this worker pulls from: connecting, greeting, losing them."""
+
+from msgspec import Struct
+
+from shared.errors import ErrorPayload
+from shared.ids import TransferId
+from shared.messages.prefill_decode import (
+    FromDecode,
+    OpenTransfer,
+    PeerHello,
+    PeerWelcome,
+    RenewLeases,
+)
+from shared.worker.effects import CloseSource, ConnectSource, MapArena, ToSource
+from shared.worker.events import SourceKey
+from shared.worker.limits import WorkerIdentity, WorkerLimits
+from shared.worker.outbox import Outbox
+
+_MAX_IDLE_SOURCES = 64
+
+
+class Source(Struct):
+    """A connected prefill worker; ``ready`` once it said welcome and its arena is mapped."""
+
+    deadline: float
+    renewed: float
+    ready: bool = False
+
+
+class Sources:
+    """One link per life of a prefill worker, kept while it lives."""
+
+    def __init__(self, identity: WorkerIdentity, limits: WorkerLimits, outbox: Outbox) -> None:
+        self._identity = identity
+        self._limits = limits
+        self._outbox = outbox
+        self._known: dict[SourceKey, Source] = {}
+
+    def __contains__(self, key: SourceKey) -> bool:
+        return key in self._known
+
+    def ready(self, key: SourceKey) -> bool:
+        """Return whether transfers can be opened and copied."""
+        source = self._known.get(key)
+        return source is not None and source.ready
+
+    def former_lives(self, key: SourceKey) -> list[SourceKey]:
+        """Return connected earlier incarnations of the same worker: they are dead."""
+        return [k for k in self._known if k.worker == key.worker and k != key]
+
+    def connect(self, key: SourceKey, endpoint: str, now: float, in_use: set[SourceKey]) -> None:
+        """Connect and say hello, unless connected already."""
+        if key in self._known:
+            return
+        for idle in [k for k in self._known if k not in in_use][:-_MAX_IDLE_SOURCES]:
+            self.drop(idle)
+        self._known[key] = Source(deadline=now + self._limits.handshake_timeout, renewed=now)
+        self._outbox.add(ConnectSource(key, endpoint))
+        self.send(
+            key,
+            PeerHello(
+                worker=self._identity.worker,
+                incarnation=self._identity.incarnation,
+                host=self._identity.host,
+                compatibility=self._identity.compatibility,
+            ),
+        )
+
+    def welcome(self, key: SourceKey, message: PeerWelcome) -> ErrorPayload | None:
+        """Map the arena of the source, or say why it is not the one expected."""
+        source = self._known[key]
+        if (message.worker, message.incarnation) != (key.worker, key.incarnation):
+            text = f"{key.worker} was restarted: its KV from before is gone"
+            return ErrorPayload(code="transfer_failed", message=text, retryable=True)
+        if not source.ready:
+            source.ready = True
+            self._outbox.add(MapArena(key, message.arena))
+        return None
+
+    def send(self, key: SourceKey, message: FromDecode) -> None:
+        """Send if connected; a lost source needs no farewell."""
+        if key in self._known:
+            self._outbox.add(ToSource(key, message))
+
+    def drop(self, key: SourceKey) -> None:
+        """Close the link."""
+        if self._known.pop(key, None) is not None:
+            self._outbox.add(CloseSource(key))
+
+    def late(self, now: float) -> list[SourceKey]:
+        """Return the sources that did not answer hello in time."""
+        return [k for k, s in self._known.items() if not s.ready and s.deadline <= now]
+
+    def renew(
+        self, key: SourceKey, needed: list[TransferId], unheard: list[TransferId], now: float
+    ) -> None:
+        """Renew leases once per heartbeat, and ask again for what was never announced."""
+        source = self._known[key]
+        if not source.ready or now - source.renewed < self._limits.heartbeat:
+            return
+        source.renewed = now
+        if needed:
+            self.send(key, RenewLeases(transfers=tuple(needed)))
+        for transfer in unheard:
+            self.send(key, OpenTransfer(transfer=transfer))
+
+    def connected(self) -> list[SourceKey]:
+        """Return all connected sources."""
+        return list(self._known)
