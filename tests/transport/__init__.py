@@ -1,0 +1,1 @@
+"""Links on real sockets."""
