@@ -25,10 +25,11 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure a running deployment
 app.add_typer(bench_app, name="bench")
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="[CONFIG]", help="Deployment file.", show_default=False)
+    Path, typer.Argument(metavar="CONFIG", help="Deployment file.", show_default=False)
 ]
 ConfigOption = Annotated[
-    Path, typer.Option("--config", "-c", help="Deployment file of the run.", show_default=False)
+    Path | None,
+    typer.Option("--config", "-c", help="Deployment file; else the one that runs."),
 ]
 
 
@@ -96,3 +97,71 @@ def doctor(config: ConfigArgument = DEFAULT_CONFIG) -> None:
     from tools.doctor.doctor import doctor as run_doctor
 
     raise typer.Exit(run_doctor(config, Console()))
+
+
+@app.command()
+def status(
+    config: ConfigOption = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+) -> None:
+    """Show services, roles, health, queues, KV use and token rates of a running deployment.
+
+    Example: `diptych status --watch`
+    """
+    from tools.running import find_deployment
+    from tools.status import show_status
+
+    deployment = find_deployment(config, DEFAULT_CONFIG)
+    raise typer.Exit(show_status(deployment, Console(), watch=watch))
+
+
+@app.command()
+def restart(
+    service: Annotated[str, typer.Argument(help="Such as prefill-0, decode-0, router, gateway.")],
+    config: ConfigOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until it must be ready again.")] = 120.0,
+) -> None:
+    """Drain one service, start it again and wait until it is ready; open streams go on.
+
+    Example: `diptych restart decode-0`
+    """
+    from tools.restart import restart as run_restart
+    from tools.running import find_deployment
+
+    run_restart(find_deployment(config, DEFAULT_CONFIG), service, Console(), timeout=timeout)
+
+
+@app.command()
+def chat(
+    config: ConfigOption = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+) -> None:
+    """Chat with the model in the terminal; every answer shows its TTFT and TPOT.
+
+    TTFT is the time to the first token, TPOT the time per token after it.
+
+    Example: `diptych chat --system "Answer in one sentence." --temperature 0`
+    """
+    from tools.chat import Settings
+    from tools.chat import chat as run_chat
+    from tools.running import find_deployment
+
+    settings = Settings(system=system, temperature=temperature, max_tokens=max_tokens)
+    run_chat(find_deployment(config, DEFAULT_CONFIG), Console(), settings, input)
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.")],
+) -> None:
+    """Make the CURVE keys that links to other machines need.
+
+    Point every machine's `security.keys` at a copy of DIR and keep it secret.
+
+    Example: `diptych keys ~/.config/diptych/keys`
+    """
+    from shared.transport.security import generate_keys
+
+    print(f"keys written to {generate_keys(directory)}")

@@ -1,0 +1,63 @@
+"""Find the deployment that a command is about, and reach it."""
+
+from pathlib import Path
+
+import diptych
+from shared.config import Deployment, load_deployment
+from shared.errors import BadConfig, ResourceMissing
+from shared.runtime import client_endpoint, runtime_dir
+from tools.supervise.locks import read_owner
+from tools.supervise.plan import run_paths
+
+
+def find_deployment(config: Path | None, default: Path) -> Deployment:
+    """Return the deployment of ``config``, else the one that runs, else ``default``.
+
+    Raises:
+        BadConfig: the file is wrong.
+        ResourceMissing: several deployments run and none was named.
+    """
+    if config is not None:
+        return load_deployment(config)
+    fallback = load_deployment(default)
+    owners = {}
+    for lock in sorted(runtime_dir(fallback).parent.glob("*/up.lock")):
+        owner = read_owner(lock)
+        if owner is not None:
+            owners[lock.parent.name] = owner
+    if len(owners) > 1:
+        raise ResourceMissing(
+            f"several deployments run: {', '.join(owners)}; name one with --config FILE"
+        )
+    for owner in owners.values():
+        return load_deployment(owner.config)
+    return fallback
+
+
+def require_running(deployment: Deployment) -> None:
+    """Raise ``ResourceMissing`` unless ``diptych up`` runs this deployment."""
+    if read_owner(run_paths(deployment).up_lock) is None:
+        raise ResourceMissing(
+            f"deployment `{deployment.name}` does not run; start it with: diptych up"
+        )
+
+
+def client(deployment: Deployment, *, connect_timeout: float = 5.0) -> diptych.Client:
+    """Return an SDK client of the deployment, with the key of its first tenant if it has keys."""
+    endpoint = client_endpoint(deployment)
+    keys = deployment.security.keys
+    encrypted = endpoint.startswith("tcp://") or deployment.security.curve == "always"
+    curve = diptych.Curve.from_directory(keys) if keys is not None and encrypted else None
+    try:
+        return diptych.Client(
+            _reachable(endpoint),
+            api_key=next(iter(deployment.gateway.api_keys or {}), None),
+            curve=curve,
+            connect_timeout=connect_timeout,
+        )
+    except diptych.DiptychError as error:
+        raise BadConfig(f"cannot reach {endpoint}: {error}") from error
+
+
+def _reachable(endpoint: str) -> str:
+    return endpoint.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:")

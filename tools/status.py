@@ -1,0 +1,169 @@
+"""``diptych status``: services, roles, queues, KV use and rates as a table."""
+
+import time
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+import diptych
+from shared.config import Deployment
+from shared.errors import ResourceMissing
+from shared.messages.fleet import FleetStatus, WorkerStatus
+from tools.running import client, require_running
+from tools.supervise.control import Control, ProcessState
+from tools.supervise.plan import RunPaths, processes, run_paths
+
+_SAMPLE = 1.0
+_QUERY_TIMEOUT = 5.0
+_COLOURS = {"ready": "green", "draining": "yellow", "hung": "red", "lost": "red"}
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """Everything known at one moment; ``fleet`` is None while no gateway answers."""
+
+    at: float
+    states: dict[str, ProcessState]
+    fleet: FleetStatus | None
+    problem: str = ""
+
+
+class Rates(Struct, frozen=True, kw_only=True):
+    """Tokens per second of one worker since the snapshot before."""
+
+    prompt: float
+    cached: float
+    output: float
+
+
+def show_status(deployment: Deployment, console: Console, *, watch: bool) -> int:
+    """Print the status once, or again every second until Ctrl-C. Returns the exit code.
+
+    Raises:
+        ResourceMissing: the deployment does not run.
+    """
+    require_running(deployment)
+    with client(deployment, connect_timeout=_QUERY_TIMEOUT) as link:
+        before = take(deployment, link)
+        time.sleep(_SAMPLE)
+        now = take(deployment, link)
+        if not watch:
+            console.print(render(deployment, now, before))
+            return 0 if now.fleet is not None else 1
+        with Live(render(deployment, now, before), console=console, screen=False) as live:
+            try:
+                while True:
+                    time.sleep(_SAMPLE)
+                    before, now = now, take(deployment, link)
+                    live.update(render(deployment, now, before))
+            except KeyboardInterrupt:
+                return 0
+
+
+def take(deployment: Deployment, link: diptych.Client) -> Snapshot:
+    """Ask supervisor and gateway."""
+    fleet, problem = None, ""
+    try:
+        fleet = msgspec.convert(link.status(timeout=_QUERY_TIMEOUT), FleetStatus)
+    except diptych.DiptychError as error:
+        problem = str(error)
+    try:
+        states = Control(run_paths(deployment).socket).states()
+    except ResourceMissing as error:
+        states, problem = {}, error.message
+    return Snapshot(at=time.monotonic(), states=states, fleet=fleet, problem=problem)
+
+
+def rates(now: WorkerStatus, before: WorkerStatus | None, seconds: float) -> Rates | None:
+    """Return what a worker did between two snapshots; None after a restart."""
+    if before is None or before.incarnation != now.incarnation or seconds <= 0:
+        return None
+    return Rates(
+        prompt=(now.counters.prompt_tokens - before.counters.prompt_tokens) / seconds,
+        cached=(now.counters.cached_tokens - before.counters.cached_tokens) / seconds,
+        output=(now.counters.output_tokens - before.counters.output_tokens) / seconds,
+    )
+
+
+def render(deployment: Deployment, now: Snapshot, before: Snapshot) -> RenderableType:
+    """Return the whole screen."""
+    parts: list[RenderableType] = [_headline(deployment, now)]
+    parts.append(_services(deployment, now, before, run_paths(deployment)))
+    if now.fleet is not None:
+        counters = now.fleet.counters
+        parts.append(
+            f"requests: {counters.accepted} accepted, {counters.finished} finished, "
+            f"{counters.failed} failed, {counters.cancelled} cancelled, "
+            f"{counters.rejected} rejected, {counters.retries} retries"
+        )
+    if now.problem:
+        parts.append(f"[red]{now.problem}[/red]")
+    return Group(*parts)
+
+
+def _headline(deployment: Deployment, now: Snapshot) -> str:
+    text = f"[bold]{deployment.name}[/bold] {deployment.deployment_type}"
+    if now.fleet is None:
+        return f"{text}, the fleet's status is not known"
+    state = "draining" if now.fleet.draining else f"up {now.fleet.uptime:.0f} s"
+    return f"{text}, {state}, {now.fleet.open_requests} open, {now.fleet.queued} queued"
+
+
+def _services(
+    deployment: Deployment, now: Snapshot, before: Snapshot, paths: RunPaths
+) -> RenderableType:
+    table = Table(box=None, padding=(0, 1))
+    for name in ("service", "role", "health", "pid"):
+        table.add_column(name)
+    for name in ("waiting", "running", "KV used", "KV cached", "in tok/s", "hits", "out tok/s"):
+        table.add_column(name, justify="right")
+    workers = _by_name(now)
+    earlier = _by_name(before)
+    for process in processes(deployment):
+        state = now.states.get(process.name)
+        pid = str(state.pid) if state is not None and state.pid else "-"
+        worker = workers.pop(process.name, None)
+        if worker is not None:
+            previous = earlier.get(process.name)
+            table.add_row(*_worker_cells(worker, pid, rates(worker, previous, now.at - before.at)))
+            continue
+        if state is None or not state.pid:
+            health = "[red]down[/red]"
+        elif paths.ready(process.name).exists():
+            health = "[green]ready[/green]"
+        else:
+            health = "[yellow]starting[/yellow]"
+        table.add_row(process.name, process.role, health, pid)
+    for name, worker in workers.items():
+        previous = earlier.get(name)
+        cells = _worker_cells(worker, str(worker.pid), rates(worker, previous, now.at - before.at))
+        table.add_row(*cells)
+    return table
+
+
+def _by_name(snapshot: Snapshot) -> dict[str, WorkerStatus]:
+    fleet = snapshot.fleet
+    return {} if fleet is None else {str(worker.worker): worker for worker in fleet.workers}
+
+
+def _worker_cells(worker: WorkerStatus, pid: str, speed: Rates | None) -> list[str]:
+    load = worker.load
+    used = load.blocks_active + load.blocks_leased
+    total = max(load.blocks_total, 1)
+    running = load.running + load.receiving + load.held
+    colour = _COLOURS[worker.health]
+    return [
+        worker.worker,
+        worker.role,
+        f"[{colour}]{worker.health}[/{colour}]",
+        pid,
+        str(load.waiting),
+        str(running),
+        f"{100 * used / total:.0f} %",
+        f"{100 * load.blocks_cached / total:.0f} %",
+        "-" if speed is None else f"{speed.prompt:.0f}",
+        "-" if speed is None else f"{speed.cached:.0f}",
+        "-" if speed is None else f"{speed.output:.0f}",
+    ]
