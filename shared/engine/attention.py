@@ -26,12 +26,13 @@ _QUERY_ROWS: Final = 128
 class LayerPool:
     """KV of one layer as flat slots: ``k`` [slots, heads * k_dim], ``v`` [slots, heads * v_dim].
 
-    ``writes`` is False for a layer that reads an earlier layer's KV.
+    ``k`` and ``v`` come as [blocks, block_size, heads, dim]. ``writes`` is False for a layer
+    that reads an earlier layer's KV.
     """
 
     __slots__ = ("heads", "k", "v", "writes")
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, *, writes: bool) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, *, writes: bool = True) -> None:
         self.heads = k.shape[2]
         self.k = k.view(k.shape[0] * k.shape[1], -1)
         self.v = v.view(v.shape[0] * v.shape[1], -1)

@@ -30,9 +30,7 @@ def convert_gguf(file: Path, target: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(transformers|torch|gguf)(\.|$)")
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, **source
-            )
+            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     except (ValueError, KeyError, NotImplementedError, ImportError, RuntimeError) as error:
         raise UnsupportedModel(f"{file.name} cannot be converted: {error}") from error

@@ -2,7 +2,7 @@
 
 import warnings
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psutil
 import torch
@@ -14,6 +14,9 @@ from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.weights import check_weights
 from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
 
+HfModel: TypeAlias = Any
+"""A transformers causal language model; the library is not typed."""
+
 TORCH_DTYPES: Final[dict[Precision, torch.dtype]] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -24,7 +27,7 @@ _RUNTIME_BYTES: Final = 256 << 20
 """Memory beside the weights that the process needs while loading."""
 
 
-def load_model(model_dir: Path, precision: Precision) -> Any:  # noqa: ANN401
+def load_model(model_dir: Path, precision: Precision) -> HfModel:
     """Load the causal language model of a safetensors directory onto the CPU, ready to run.
 
     The config is read anew for every model: transformers keeps the attention's name in it.
@@ -64,12 +67,12 @@ def load_model(model_dir: Path, precision: Precision) -> Any:  # noqa: ANN401
     return model.eval().requires_grad_(False)
 
 
-def text_config(model: Any) -> Any:  # noqa: ANN401
+def text_config(model: HfModel) -> Any:  # noqa: ANN401
     """Return the config of the language model proper."""
     return model.config.get_text_config(decoder=True)
 
 
-def resolve_max_model_len(model: Any, asked: int | None) -> int:  # noqa: ANN401
+def resolve_max_model_len(model: HfModel, asked: int | None) -> int:
     """Return the longest prompt + output in tokens.
 
     Raises:
@@ -81,11 +84,13 @@ def resolve_max_model_len(model: Any, asked: int | None) -> int:  # noqa: ANN401
             raise BadConfig("the model does not say how long it may run: set `model.max_model_len`")
         return asked
     if asked is not None and asked > limit:
-        raise BadConfig(f"`model.max_model_len` is {asked}, but the model's positions end at {limit}")
+        raise BadConfig(
+            f"`model.max_model_len` is {asked}, but the model's positions end at {limit}"
+        )
     return int(asked or limit)
 
 
-def end_token_ids(model: Any) -> tuple[int, ...]:  # noqa: ANN401
+def end_token_ids(model: HfModel) -> tuple[int, ...]:
     """Return the end tokens that generation config or config name, in ascending order."""
     for source in (getattr(model, "generation_config", None), text_config(model)):
         ids = getattr(source, "eos_token_id", None)

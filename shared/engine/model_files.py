@@ -71,7 +71,9 @@ def _require_gguf(file: Path) -> None:
         return
     if file.suffix == ".safetensors":
         raise UnsupportedModel(f"{file} is one weight file: give the directory that holds it")
-    raise UnsupportedModel(f"{file} is not a GGUF file: give a GGUF file or a safetensors directory")
+    raise UnsupportedModel(
+        f"{file} is not a GGUF file: give a GGUF file or a safetensors directory"
+    )
 
 
 def _sha256(file: Path) -> str:

@@ -43,7 +43,9 @@ def weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnsupportedModel(f"{index} is not a weight index: {error!r}") from error
         return [model_dir / name for name in names]

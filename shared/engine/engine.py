@@ -1,0 +1,236 @@
+"""The engine: one model, one KV pool, and steps over packed sequences."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shared.config import Precision
+from shared.engine.attention import LayerPool, PagedForward
+from shared.engine.batch import Sampled, SequenceInput, StepInput, StepResult
+from shared.engine.checks import inspect_model
+from shared.engine.loading import (
+    TORCH_DTYPES,
+    HfModel,
+    end_token_ids,
+    load_model,
+    resolve_max_model_len,
+)
+from shared.engine.prompt_logprobs import PromptRows
+from shared.engine.rope import pin_rope
+from shared.engine.sampling.grammar import GrammarCompiler
+from shared.engine.sampling.sampler import Failure, Sampler
+from shared.engine.step import IntArray, OnLayer, PackedStep
+from shared.engine.weights import model_id
+from shared.errors import DiptychError, ErrorPayload
+from shared.kv.arena import KvArena
+from shared.kv.layout import KvLayout
+
+
+class Engine:
+    """A loaded and checked model. Use from one thread only.
+
+    ``layout`` is the KV layout the arena must have, ``vocab_size`` the width of the logits,
+    ``eos_token_ids`` the model's end tokens.
+    """
+
+    layout: KvLayout
+    model_id: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+    def __init__(
+        self,
+        model: HfModel,
+        layout: KvLayout,
+        model_dir: Path,
+        max_model_len: int,
+        threads: int,
+    ) -> None:
+        self.layout = layout
+        self.model_id = model_id(model_dir)
+        self.max_model_len = max_model_len
+        self.eos_token_ids = end_token_ids(model)
+        self._model = model
+        self._dtype = TORCH_DTYPES[layout.dtype]
+        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = _logits_width(model)
+        grammars = GrammarCompiler(model_dir, self.vocab_size, self.eos_token_ids, threads)
+        self._sampler = Sampler(self.vocab_size, grammars)
+        self._pools: list[LayerPool] = []
+        self._num_blocks = 0
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        precision: Precision,
+        block_size: int,
+        max_model_len: int | None,
+        threads: int,
+    ) -> "Engine":
+        """Load a safetensors directory (see ``resolve_model``) and run all load-time checks.
+
+        ``threads`` sets torch's thread count for the process.
+
+        Raises:
+            ResourceMissing: files are missing or truncated, or memory is too small.
+            UnsupportedModel: a check failed; the sentence says which.
+            BadConfig: ``max_model_len`` is more than the model has positions.
+        """
+        torch.set_num_threads(threads)
+        model = load_model(model_dir, precision)
+        limit = resolve_max_model_len(model, max_model_len)
+        with torch.inference_mode():
+            pin_rope(model, limit)
+        layout = inspect_model(model, precision, block_size)
+        return cls(model, layout, model_dir, limit, threads)
+
+    def attach(self, arena: KvArena) -> None:
+        """Use ``arena`` as the KV pool; its layout must be this engine's.
+
+        Raises:
+            ValueError: another layout, or a read-only arena.
+        """
+        if arena.layout != self.layout or arena.read_only:
+            raise ValueError("the arena is read-only or of another layout than the engine's")
+        layers = range(len(self.layout.layers))
+        self._pools = [
+            LayerPool(arena.k(i), arena.v(i), writes=self.layout.owner(i) == i) for i in layers
+        ]
+        self._num_blocks = arena.num_blocks
+
+    def step(self, batch: StepInput, on_layer: OnLayer | None = None) -> StepResult:
+        """Run all sequences of ``batch`` through the model once and sample where asked.
+
+        ``on_layer(i)`` is called as soon as the KV of this step is written for layer ``i``,
+        for every layer, in ascending order. A sequence that cannot be run or sampled fails
+        alone.
+
+        Raises:
+            ValueError: no arena is attached.
+        """
+        if not self._pools:
+            raise ValueError("attach an arena before the first step")
+        self._sampler.close(batch.closed)
+        failed: list[Failure] = []
+        for sequence in batch.opened:
+            try:
+                self._sampler.open(sequence)
+            except DiptychError as error:
+                failed.append((sequence.key, error.payload()))
+        runnable, tables = self._admit(batch.sequences, failed)
+        if not runnable:
+            return StepResult(failed=tuple(failed))
+        with torch.inference_mode():
+            return self._run(runnable, tables, failed, on_layer)
+
+    def _admit(
+        self, sequences: Sequence[SequenceInput], failed: list[Failure]
+    ) -> tuple[list[SequenceInput], list[IntArray]]:
+        refused = {key for key, _ in failed}
+        runnable: list[SequenceInput] = []
+        tables: list[IntArray] = []
+        seen: set[int] = set()
+        for sequence in sequences:
+            if sequence.key in refused:
+                continue
+            table = np.array(sequence.block_table, dtype=np.int64)
+            problem = self._problem(sequence, table)
+            if sequence.key in seen:
+                problem = "a sequence twice in one step"
+            seen.add(sequence.key)
+            if problem is None:
+                runnable.append(sequence)
+                tables.append(table)
+            else:
+                self._sampler.close((sequence.key,))
+                failed.append(
+                    (
+                        sequence.key,
+                        ErrorPayload(code="internal", message=f"engine input: {problem}"),
+                    )
+                )
+        return runnable, tables
+
+    def _problem(self, sequence: SequenceInput, table: IntArray) -> str | None:
+        """Say what would make this sequence read or write outside its own blocks."""
+        if not sequence.tokens or sequence.start < 0:
+            return "no tokens, or a negative position"
+        end = sequence.start + len(sequence.tokens)
+        if end > self.max_model_len:
+            return f"position {end - 1} is past max_model_len {self.max_model_len}"
+        if len(table) * self.layout.block_size < end:
+            return f"{len(table)} blocks do not cover {end} tokens"
+        if not 0 <= int(table.min()) <= int(table.max()) < self._num_blocks:
+            return f"a block outside the pool of {self._num_blocks}"
+        if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < self._embeddings:
+            return f"a token outside the vocabulary of {self._embeddings}"
+        if sequence.sample and self._sampler.get(sequence.key) is None:
+            return "sampling asked for a sequence that is not open"
+        return None
+
+    def _run(
+        self,
+        sequences: list[SequenceInput],
+        tables: list[IntArray],
+        failed: list[Failure],
+        on_layer: OnLayer | None,
+    ) -> StepResult:
+        step = PackedStep(sequences, tables, self.layout.block_size, self._dtype)
+        first = {original: int(step.rows[i]) for i, original in enumerate(step.order)}
+        asked = [i for i, s in enumerate(sequences) if s.sample]
+        last_rows = [first[i] + len(sequences[i].tokens) - 1 for i in asked]
+        prompts = [
+            rows
+            for i, s in enumerate(sequences)
+            if (rows := PromptRows.of(s, self._sampler.get(s.key), first[i])) is not None
+        ]
+        keep = last_rows + [row for prompt in prompts for row in prompt.rows]
+        logits = self._model(
+            input_ids=step.token_ids,
+            position_ids=step.positions,
+            use_cache=False,
+            logits_to_keep=torch.tensor(keep, dtype=torch.int64),
+            paged_forward=PagedForward(step, self._pools, on_layer),
+        ).logits[0]
+        prompt_logprobs = []
+        offset = len(asked)
+        for prompt in prompts:
+            part = logits[offset : offset + len(prompt.rows)]
+            offset += len(prompt.rows)
+            try:
+                prompt_logprobs.append((prompt.key, prompt.logprobs(part)))
+            except DiptychError as error:
+                failed.append((prompt.key, error.payload()))
+                self._sampler.close((prompt.key,))
+        sampled = self._sample(sequences, asked, logits, failed)
+        return StepResult(
+            sampled=tuple(sampled), failed=tuple(failed), prompt_logprobs=tuple(prompt_logprobs)
+        )
+
+    def _sample(
+        self,
+        sequences: list[SequenceInput],
+        asked: list[int],
+        logits: torch.Tensor,
+        failed: list[Failure],
+    ) -> list[Sampled]:
+        rows = [r for r, i in enumerate(asked) if self._sampler.get(sequences[i].key) is not None]
+        chosen = logits[: len(asked)] if len(rows) == len(asked) else logits[rows]
+        sampled, broken = self._sampler.sample(
+            [sequences[asked[r]].key for r in rows], chosen.float().numpy()
+        )
+        failed += broken
+        return sampled
+
+
+def _logits_width(model: HfModel) -> int:
+    with torch.inference_mode():
+        head = model.get_output_embeddings()
+    if head is not None:
+        return int(head.weight.shape[0])
+    return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -1,0 +1,1 @@
+"""From a row of logits to a token: pure in (logits, request, output index)."""

@@ -1,0 +1,118 @@
+"""Grammar-constrained output through xgrammar."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from shared.engine.sampling.distribution import Row
+from shared.errors import DiptychError, InvalidRequest
+from shared.messages.request import Grammar
+
+_CACHE_BYTES: Final = 64 << 20
+_MAX_WHITESPACE: Final = 32
+"""Longest run of whitespace between JSON elements; unbounded, small models never stop it."""
+
+_JSON_OBJECT: Final = '{"type": "object"}'
+
+
+class GrammarMismatch(DiptychError):
+    """Tokens already produced do not fit the request's grammar."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model; the most recently used stay, up to 64 MiB.
+
+    The tokenizer is read when the first grammar is asked for.
+    """
+
+    def __init__(
+        self, model_dir: Path, vocab_size: int, end_tokens: tuple[int, ...], threads: int
+    ) -> None:
+        self._model_dir = model_dir
+        self._vocab_size = vocab_size
+        self._end_tokens = end_tokens
+        self._threads = threads
+        self._compiler: Any = None
+
+    def matcher(self, grammar: Grammar, output_ids: tuple[int, ...]) -> "Matcher":
+        """Return a matcher that has accepted ``output_ids``.
+
+        Raises:
+            InvalidRequest: the schema cannot be compiled, or the model has no tokenizer.
+            GrammarMismatch: ``output_ids`` do not follow the grammar.
+        """
+        matcher = Matcher(self._compile(grammar), self._vocab_size, self._end_tokens)
+        for token in output_ids:
+            matcher.accept(token)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> Any:  # noqa: ANN401
+        if self._compiler is None:
+            self._compiler = self._load()
+        schema = _JSON_OBJECT if grammar.kind == "json_object" else grammar.schema
+        try:
+            return self._compiler.compile_json_schema(
+                schema,
+                strict_mode=grammar.kind == "json_schema",
+                max_whitespace_cnt=_MAX_WHITESPACE,
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise InvalidRequest(
+                f"the JSON schema cannot be used: {error}", param="response_format"
+            ) from error
+
+    def _load(self) -> Any:  # noqa: ANN401
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._model_dir, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(
+                f"this model has no tokenizer, so its output cannot follow a grammar: {error}",
+                param="response_format",
+            ) from error
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer,
+            vocab_size=self._vocab_size,
+            stop_token_ids=list(self._end_tokens) or None,
+        )
+        return xgrammar.GrammarCompiler(
+            info, max_threads=self._threads, cache_limit_bytes=_CACHE_BYTES
+        )
+
+
+class Matcher:
+    """Where one sequence stands in its grammar.
+
+    End tokens are allowed only where the grammar is complete. Past an end token (``ignore_eos``)
+    nothing but end tokens is allowed, so that the text stays what the grammar made it.
+    """
+
+    def __init__(self, compiled: Any, vocab_size: int, end_tokens: tuple[int, ...]) -> None:  # noqa: ANN401
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._bits: NDArray[np.int32] = np.empty((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._vocab_size = vocab_size
+        self._end_tokens = end_tokens
+
+    def forbid(self, row: Row) -> None:
+        """Set the logits of tokens that the grammar does not allow next to -inf, in place."""
+        if self._matcher.is_terminated():
+            allowed = np.zeros(self._vocab_size, dtype=bool)
+            allowed[list(self._end_tokens)] = True
+        elif self._matcher.fill_next_token_bitmask(self._bits):
+            bits = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")
+            allowed = bits[: self._vocab_size].view(bool)
+        else:
+            return
+        row[~allowed] = -np.inf
+
+    def accept(self, token: int) -> None:
+        """Advance by one token. Raises ``GrammarMismatch`` when it is not allowed here."""
+        if self._matcher.is_terminated():
+            if token in self._end_tokens:
+                return
+        elif self._matcher.accept_token(token):
+            return
+        raise GrammarMismatch(f"token {token} does not follow the grammar")

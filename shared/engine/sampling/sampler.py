@@ -1,0 +1,105 @@
+"""Sampling of a batch of logit rows, one per sequence."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.batch import OpenSequence, Sampled
+from shared.engine.sampling.distribution import Row, pick, restrict, weights_of
+from shared.engine.sampling.grammar import GrammarCompiler
+from shared.engine.sampling.logprobs import RowLogprobs
+from shared.engine.sampling.philox import uniforms
+from shared.engine.sampling.state import SequenceState
+from shared.errors import DiptychError, ErrorPayload, NumericalError
+
+Rows = NDArray[np.float32]
+Failure = tuple[int, ErrorPayload]
+
+
+class _Unsampleable(DiptychError):
+    """No token is left to choose from."""
+
+
+class Sampler:
+    """Sampler states of the open sequences, by key."""
+
+    def __init__(self, vocab_size: int, grammars: GrammarCompiler | None) -> None:
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._states: dict[int, SequenceState] = {}
+        self._scratch: Row = np.empty(vocab_size, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def open(self, sequence: OpenSequence) -> None:
+        """Start a sequence's state. Raises ``InvalidRequest`` or ``GrammarMismatch``."""
+        self._states.pop(sequence.key, None)
+        self._states[sequence.key] = SequenceState(sequence, self._vocab_size, self._grammars)
+
+    def close(self, keys: Iterable[int]) -> None:
+        """Forget sequences; unknown keys are those that failed before."""
+        for key in keys:
+            self._states.pop(key, None)
+
+    def get(self, key: int) -> SequenceState | None:
+        """Return the state of an open sequence."""
+        return self._states.get(key)
+
+    def sample(self, keys: Sequence[int], logits: Rows) -> tuple[list[Sampled], list[Failure]]:
+        """Choose and accept one token per row of ``logits`` [len(keys), vocab].
+
+        All keys must be open. A row that fails takes its own sequence with it, no other.
+        """
+        if not keys:
+            return [], []
+        states = [self._states[key] for key in keys]
+        finite = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
+        greedy = logits.argmax(axis=1)
+        drawn = [i for i, state in enumerate(states) if not state.greedy]
+        numbers = dict(
+            zip(
+                drawn,
+                uniforms(
+                    [states[i].sampling.seed for i in drawn], [states[i].index for i in drawn]
+                ).tolist(),
+                strict=True,
+            )
+        )
+        sampled: list[Sampled] = []
+        failed: list[Failure] = []
+        for i, (key, state) in enumerate(zip(keys, states, strict=True)):
+            try:
+                if not finite[i]:
+                    raise NumericalError(f"logits of output token {state.index} hold NaN or Inf")
+                sampled.append(self._one(key, state, logits[i], int(greedy[i]), numbers.get(i)))
+            except DiptychError as error:
+                failed.append((key, error.payload()))
+                del self._states[key]
+        return sampled, failed
+
+    def _one(
+        self, key: int, state: SequenceState, row: Row, greedy: int, number: float | None
+    ) -> Sampled:
+        sampling = state.sampling
+        token = greedy
+        if number is not None or state.edits:
+            token = self._choose(state, row, number)
+        logprob = None
+        if sampling.logprobs is not None:
+            logprob = RowLogprobs(row, sampling.logprobs).of(token)
+        state.accept(token)
+        return Sampled(key=key, token=token, logprob=logprob)
+
+    def _choose(self, state: SequenceState, row: Row, number: float | None) -> int:
+        sampling = state.sampling
+        if state.edits:
+            row = state.edited(row)
+            if not np.isfinite(row.max()):
+                raise _Unsampleable(f"nothing may follow output token {state.index - 1}")
+        if number is None:
+            return int(row.argmax())
+        weights = weights_of(row, sampling.temperature, self._scratch)
+        restrict(weights, sampling.min_p, sampling.top_k, sampling.top_p)
+        return pick(weights, number)
