@@ -8,7 +8,7 @@ from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.outbox import Outbox
 
 _REPORT_EVERY = 1.0
-_HELLO_EVERY = 1.0
+_HELLO_FIRST, _HELLO_LAST = 1.0, 8.0
 
 
 class Liaison:
@@ -21,6 +21,7 @@ class Liaison:
         self._router: Incarnation | None = None
         self._heard: float | None = None
         self._hello_at: float | None = None
+        self._hello_pause = _HELLO_FIRST
         self._report_at: float | None = None
         self._reported: WorkerLoad | None = None
         self._drain_open = False
@@ -55,16 +56,18 @@ class Liaison:
             self._drain_open = False
         if welcome:
             self._router = router
-            self._hello_at = None
+            self._hello_at, self._hello_pause = None, _HELLO_FIRST
             self._reported = None
         elif self._router != router:
             self.hello(now)
         return changed
 
     def hello(self, now: float) -> None:
-        """Introduce this worker, at most once a second."""
-        if self._hello_at is not None and now - self._hello_at < _HELLO_EVERY:
+        """Introduce this worker; ever more rarely while nobody answers."""
+        if self._hello_at is not None and now - self._hello_at < self._hello_pause:
             return
+        if self._hello_at is not None:
+            self._hello_pause = min(self._hello_pause * 2, _HELLO_LAST)
         self._hello_at = now
         identity = self._identity
         self._outbox.add(
@@ -89,8 +92,9 @@ class Liaison:
         silent = self._heard is not None and now - self._heard >= self._limits.router_silence
         if not self.welcomed or silent:
             self.hello(now)
+            return
         due = self._report_at is None or now - self._report_at >= _REPORT_EVERY
-        if self.welcomed and (due or load != self._reported):
+        if due or load != self._reported:
             self._report_at, self._reported = now, load
             self._outbox.add(
                 ToRouter(Report(step=step, load=load, counters=counters, draining=self.refusing))

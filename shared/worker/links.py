@@ -1,0 +1,122 @@
+"""The worker's sockets: to the router, from its readers, and to its sources."""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from shared.config import SecuritySection
+from shared.errors import DiptychError, ErrorPayload
+from shared.ids import Incarnation, WorkerId
+from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
+from shared.messages.router_worker import FromWorker, ToWorker
+from shared.transport.link import DealerLink, RouterLink
+from shared.transport.liveness import PidWatch, watch_pid
+from shared.transport.security import security_for
+from shared.worker.events import Event, ReaderSaid, RouterSaid, SourceKey, SourceLost, SourceSaid
+
+
+def routing_id(worker: WorkerId, incarnation: Incarnation) -> bytes:
+    """Return the routing id of this life of a worker on every link it connects."""
+    return f"{worker}#{incarnation}".encode()
+
+
+class Links:
+    """All sockets of one worker; what arrives becomes an event.
+
+    Raises:
+        ResourceMissing: the KV endpoint cannot be bound.
+        BadConfig: an endpoint that needs keys has none.
+    """
+
+    def __init__(
+        self,
+        identity: bytes,
+        kv_endpoint: str,
+        router_endpoint: str,
+        security: SecuritySection,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._identity = identity
+        self._security = security
+        self._post = post
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sources: dict[SourceKey, DealerLink[ToDecode, FromDecode]] = {}
+        self._watches: dict[SourceKey, PidWatch] = {}
+        self._rejected_before = 0
+        try:
+            self.readers: RouterLink[FromDecode, ToDecode] = RouterLink(
+                self._context,
+                kv_endpoint,
+                FromDecode,
+                lambda peer, message: post(ReaderSaid(peer, message)),
+                security=security_for(kv_endpoint, security, "bind"),
+            )
+            self.router: DealerLink[ToWorker, FromWorker] = DealerLink(
+                self._context,
+                router_endpoint,
+                identity,
+                ToWorker,
+                lambda message: post(RouterSaid(message)),
+                security=security_for(router_endpoint, security, "connect"),
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    @property
+    def rejected(self) -> int:
+        """Malformed frames on all links so far."""
+        live = sum(link.rejected for link in self._sources.values())
+        return self._rejected_before + live + self.readers.rejected + self.router.rejected
+
+    def connect(self, source: SourceKey, endpoint: str) -> None:
+        """Open a link to a prefill worker; an endpoint that cannot be is a ``SourceLost``."""
+        try:
+            self._sources[source] = DealerLink(
+                self._context,
+                endpoint,
+                self._identity,
+                ToDecode,
+                lambda message: self._post(SourceSaid(source, message)),
+                security=security_for(endpoint, self._security, "connect"),
+            )
+        except DiptychError as error:
+            self._lost(source, error.payload())
+
+    def to_source(self, source: SourceKey, message: FromDecode) -> None:
+        """Send to a source; one whose queue is full is given up."""
+        link = self._sources.get(source)
+        if link is not None and not link.send(message):
+            text = f"{source.worker} takes no messages"
+            self._lost(source, ErrorPayload(code="transfer_failed", message=text, retryable=True))
+
+    def watch(self, source: SourceKey, arena: ArenaDescriptor) -> None:
+        """Report the end of the process that owns the arena."""
+        text = f"the process of {source.worker} ended"
+        error = ErrorPayload(code="transfer_failed", message=text, retryable=True)
+        self._watches[source] = watch_pid(
+            self._loop, arena.pid, lambda: self._post(SourceLost(source, error))
+        )
+
+    def disconnect(self, source: SourceKey) -> None:
+        """Close the link to a source and its watch."""
+        watch = self._watches.pop(source, None)
+        if watch is not None:
+            watch.cancel()
+        link = self._sources.pop(source, None)
+        if link is not None:
+            self._rejected_before += link.rejected
+            link.close()
+
+    def close(self) -> None:
+        """Close every socket."""
+        for source in list(self._sources):
+            self.disconnect(source)
+        self.readers.close()
+        self.router.close()
+        self._context.term()
+
+    def _lost(self, source: SourceKey, error: ErrorPayload) -> None:
+        self._loop.call_soon(self._post, SourceLost(source, error))

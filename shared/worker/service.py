@@ -1,0 +1,256 @@
+"""The worker process: sockets, engine thread and copy thread around ``WorkerState``."""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shared.clock import MonotonicClock
+from shared.engine.engine import Engine
+from shared.engine.model_files import resolve_model
+from shared.errors import IncompatiblePeer, ResourceMissing
+from shared.ids import new_incarnation
+from shared.kv.arena import KvArena
+from shared.kv.block_pool import BlockPool
+from shared.messages.hello import Compatibility
+from shared.messages.router_worker import WorkerHello
+from shared.runtime import host_id
+from shared.service import ReadyFile, ServiceFailed
+from shared.worker.copier import Copier
+from shared.worker.effects import (
+    CloseSource,
+    ConnectSource,
+    Copy,
+    Effect,
+    Exit,
+    MapArena,
+    RunStep,
+    ToReader,
+    ToRouter,
+    ToSource,
+)
+from shared.worker.step_runner import StepRunner
+from shared.worker.events import Event, ReaderLost, StepDone, StepFailed, StopRequested, Tick
+from shared.worker.limits import WorkerIdentity, WorkerLimits
+from shared.worker.links import Links, routing_id
+from shared.worker.settings import WorkerSettings
+from shared.worker.state import WorkerState
+
+log = logging.getLogger(__name__)
+
+_TICK = 0.1
+_FAILED_STEPS_IN_A_ROW = 3
+_IDLE_BEFORE_CHECK = 10
+
+
+async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    """Load the model, serve until stopped and drained.
+
+    Raises:
+        DiptychError: configuration or resources are wrong; nothing was started.
+        ServiceFailed: the engine keeps failing.
+    """
+    os.sched_setaffinity(0, settings.cores)
+    log.info("%s loads %s on cores %s", settings.worker, settings.model, list(settings.cores))
+    with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
+        loading = asyncio.get_running_loop().run_in_executor(thread, load_engine, settings)
+        engine, arena = await loading
+        try:
+            if not stop.is_set():
+                await WorkerService(settings, engine, arena, thread).run(stop)
+        finally:
+            thread.shutdown(wait=True, cancel_futures=True)
+            arena.close()
+
+
+def load_engine(settings: WorkerSettings) -> tuple[Engine, KvArena]:
+    """Load and check the model and take the KV memory."""
+    model_dir = resolve_model(settings.model)
+    engine = Engine.load(
+        model_dir,
+        precision=settings.precision,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        threads=settings.threads,
+    )
+    num_blocks = settings.kv_memory // engine.layout.block_bytes
+    if num_blocks < 2:
+        raise ResourceMissing(
+            f"`kv_memory` of {settings.kv_memory >> 20} MiB holds less than two blocks of "
+            f"{engine.layout.block_bytes} bytes; give {settings.worker} more"
+        )
+    arena = KvArena.create(engine.layout, num_blocks)
+    engine.attach(arena)
+    return engine, arena
+
+
+class WorkerService:
+    """Turns messages, steps and copies into events, and effects into messages, steps, copies."""
+
+    def __init__(
+        self, settings: WorkerSettings, engine: Engine, arena: KvArena, thread: ThreadPoolExecutor
+    ) -> None:
+        self._settings = settings
+        self._clock = MonotonicClock()
+        self._queue: deque[Event] = deque()
+        self._failed_steps = 0
+        self._idle_ticks = 0
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._incarnation = new_incarnation()
+        self._ready = ReadyFile(Path(settings.runtime_dir), settings.worker)
+        self._announced = False
+        identity = self._identity(engine, arena)
+        limits = _limits(settings, engine, arena)
+        pool = BlockPool(
+            arena.num_blocks,
+            settings.block_size,
+            generations=arena.generations,
+            prefix_cache=settings.prefix_cache,
+        )
+        self.state = WorkerState(identity, limits, pool)
+        self._links = Links(
+            routing_id(settings.worker, self._incarnation),
+            settings.kv_endpoint,
+            settings.router_endpoint,
+            settings.security,
+            self.post,
+        )
+        self._engine = StepRunner(
+            engine, thread, self.post, layers=limits.layers, notify_layers=settings.notify_layers
+        )
+        self._copier = Copier(arena, self.post)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until the state machine says that it is over."""
+        beat = asyncio.create_task(self._beat(stop))
+        try:
+            await asyncio.wait((self._over, beat), return_when=asyncio.FIRST_COMPLETED)
+            if beat.done():
+                beat.result()
+            self._over.result()
+        finally:
+            beat.cancel()
+            await asyncio.gather(beat, return_exceptions=True)
+            self._ready.remove()
+            self._copier.close()
+            self._links.close()
+            log.info("%s has ended", self._settings.worker)
+
+    def post(self, event: Event) -> None:
+        """Handle an event, and those its effects bring, one after the other."""
+        self._queue.append(event)
+        if len(self._queue) > 1 or self._over.done():
+            return
+        try:
+            while self._queue:
+                self._count(self._queue[0])
+                for effect in self.state.handle(self._queue[0], self._clock.now()):
+                    self._perform(effect)
+                self._queue.popleft()
+        except Exception as error:
+            log.exception("%s lost track of its work", self._settings.worker)
+            self._end(ServiceFailed(f"{self._settings.worker}: {error!r}"))
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case RunStep():
+                self._engine.submit(effect)
+            case ToRouter():
+                sent = self._links.router.send(effect.message)
+                if not sent and not isinstance(effect.message, WorkerHello):
+                    self._end(ServiceFailed("the router takes no messages any more"))
+            case ToReader():
+                if not self._links.readers.send(effect.peer, effect.message):
+                    self._queue.append(ReaderLost(effect.peer))
+            case ConnectSource():
+                self._links.connect(effect.source, effect.endpoint)
+            case ToSource():
+                self._links.to_source(effect.source, effect.message)
+            case MapArena():
+                self._links.watch(effect.source, effect.arena)
+                self._copier.map_arena(effect.source, effect.arena)
+            case CloseSource():
+                self._copier.unmap(effect.source)
+                self._links.disconnect(effect.source)
+            case Copy():
+                self._copier.copy(effect)
+            case Exit():
+                refused = IncompatiblePeer(effect.error or "the router refused this worker")
+                self._end(refused if effect.refused else None)
+
+    async def _beat(self, stop: asyncio.Event) -> None:
+        """Tick until cancelled; the stop signal becomes an event, too."""
+        told = False
+        while True:
+            self.post(Tick(self._links.rejected))
+            self._watch_over()
+            if stop.is_set() and not told:
+                told = True
+                log.info("%s stops: finishing what is open", self._settings.worker)
+                self.post(StopRequested())
+            await asyncio.sleep(_TICK)
+
+    def _watch_over(self) -> None:
+        """Write the ready file once welcomed; recompute the invariants when idle for long."""
+        if self.state.welcomed and not self._announced:
+            self._announced = True
+            self._ready.write(self._incarnation)
+            log.info("%s is ready", self._settings.worker)
+        self._idle_ticks = self._idle_ticks + 1 if self.state.idle else 0
+        if self._idle_ticks == _IDLE_BEFORE_CHECK:
+            try:
+                self.state.check()
+            except AssertionError as error:
+                self._end(ServiceFailed(f"{self._settings.worker} lost track of blocks: {error}"))
+
+    def _count(self, event: Event) -> None:
+        """Give up when the engine fails again and again."""
+        if isinstance(event, StepDone):
+            self._failed_steps = 0
+        elif isinstance(event, StepFailed):
+            self._failed_steps += 1
+            if self._failed_steps == _FAILED_STEPS_IN_A_ROW:
+                self._end(ServiceFailed(f"the engine failed {self._failed_steps} steps in a row"))
+
+    def _end(self, error: Exception | None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+
+    def _identity(self, engine: Engine, arena: KvArena) -> WorkerIdentity:
+        settings = self._settings
+        return WorkerIdentity(
+            worker=settings.worker,
+            incarnation=self._incarnation,
+            role=settings.role,
+            host=host_id(),
+            pid=os.getpid(),
+            kv_endpoint=settings.kv_endpoint,
+            compatibility=Compatibility(
+                model=engine.model_id,
+                kv_dtype=engine.layout.dtype,
+                block_size=engine.layout.block_size,
+                layout=engine.layout.fingerprint(),
+            ),
+            arena=arena.descriptor(),
+        )
+
+
+def _limits(settings: WorkerSettings, engine: Engine, arena: KvArena) -> WorkerLimits:
+    return WorkerLimits(
+        max_batch_tokens=settings.max_batch_tokens,
+        max_sequences=settings.max_sequences,
+        max_model_len=min(engine.max_model_len, arena.num_blocks * settings.block_size),
+        vocab_size=engine.vocab_size,
+        layers=len(engine.layout.layers),
+        pipeline=settings.pipeline,
+        lease=settings.lease,
+        heartbeat=settings.heartbeat,
+        drain_timeout=settings.drain_timeout,
+        router_silence=settings.router_silence,
+    )

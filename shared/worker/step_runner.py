@@ -1,0 +1,76 @@
+"""Runs steps on the one thread that touches the model."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from shared.engine.batch import StepInput, StepResult
+from shared.errors import DiptychError, ErrorPayload
+from shared.worker.effects import RunStep
+from shared.worker.events import Event, LayersWritten, StepDone, StepFailed
+
+log = logging.getLogger(__name__)
+
+
+class Steps(Protocol):
+    """What this thread needs of ``shared.engine.engine.Engine``."""
+
+    def step(
+        self, batch: StepInput, on_layer: Callable[[int], None] | None = None
+    ) -> StepResult: ...
+
+
+class StepRunner:
+    """Posts what becomes of each step onto the loop; ``thread`` runs them in order."""
+
+    def __init__(
+        self,
+        engine: Steps,
+        thread: ThreadPoolExecutor,
+        post: Callable[[Event], None],
+        *,
+        layers: int,
+        notify_layers: int,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._post = post
+        self._layers = layers
+        self._notify_layers = notify_layers
+        self._engine = engine
+        self._thread = thread
+
+    def submit(self, effect: RunStep) -> None:
+        """Run a step; answered by ``StepDone`` or ``StepFailed``."""
+        self._thread.submit(self._run, effect)
+
+    def _run(self, effect: RunStep) -> None:
+        event: Event
+        try:
+            result = self._engine.step(
+                effect.batch, self._on_layer(effect.step) if effect.announce else None
+            )
+            event = StepDone(effect.step, result, time.monotonic())
+        except Exception as error:
+            log.exception("engine step %d failed", effect.step)
+            event = StepFailed(effect.step, _payload(error))
+        self._loop.call_soon_threadsafe(self._post, event)
+
+    def _on_layer(self, step: int) -> Callable[[int], None]:
+        """Tell the loop every ``notify_layers`` layers; the end of the step tells the rest."""
+
+        def written(layer: int) -> None:
+            end = layer + 1
+            if end % self._notify_layers == 0 and end < self._layers:
+                self._loop.call_soon_threadsafe(self._post, LayersWritten(step, end))
+
+        return written
+
+
+def _payload(error: Exception) -> ErrorPayload:
+    if isinstance(error, DiptychError):
+        return error.payload()
+    text = f"the engine failed: {type(error).__name__}: {error}"
+    return ErrorPayload(code="internal", message=text)
