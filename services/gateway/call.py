@@ -18,11 +18,12 @@ SEEDS = 1 << 63
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """A validated call. ``prompts`` each run ``n`` times, with seeds ``seed``, ``seed + 1`` …
+    """A validated call of ``endpoint`` (a metrics label). ``prompts`` each run ``n`` times, with seeds ``seed``, ``seed + 1`` …
 
     ``arrival`` is monotonic, ``ttl`` in seconds. ``samplings`` has one entry per prompt.
     """
 
+    endpoint: str
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[Sampling, ...]
     n: int = 1
@@ -53,6 +54,8 @@ class Call:
         self._changed: dict[int, Choice] = {}
         self._waiter: asyncio.Future[None] | None = None
         shared = Shared(
+            endpoint=plan.endpoint,
+            eager=False,
             arrival=plan.arrival,
             scored=plan.samplings[0].logprobs is not None,
             stopper=broker,
@@ -96,10 +99,13 @@ class Call:
 
     def cancel(self) -> None:
         """Cancel whatever still runs; idempotent, harmless after the end."""
+        if self.cancelled:
+            return
         self.cancelled = True
         for choice in self.choices:
             if choice.end is None:
                 self._broker.abandon(choice.request_id)
+                self._metrics.requests.labels(self.plan.endpoint, "cancelled").inc()
         self._wake()
 
     def _submit(self, choice: Choice, sampling: Sampling) -> None:

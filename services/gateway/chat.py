@@ -10,12 +10,18 @@ from starlette.responses import Response
 from services.gateway.body import read_body
 from services.gateway.call import Plan
 from services.gateway.chat_text import ChatStyle, ChatText
-from services.gateway.common_fields import CommonFields, NumLogprobs, check_common, refuse
+from services.gateway.common_fields import CommonFields, check_common, refuse
 from services.gateway.decoding import decode_json
 from services.gateway.front import Front
 from services.gateway.respond import EventStream, answer_whole
 from services.gateway.response_format import FormatFields, read_grammar
-from services.gateway.sampling_params import Extras, SamplingOptions, make_sampling, stop_strings
+from services.gateway.sampling_params import (
+    Extras,
+    NumLogprobs,
+    SamplingOptions,
+    make_sampling,
+    stop_strings,
+)
 from shared.errors import InvalidRequest
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -72,6 +78,7 @@ async def create_chat_completion(front: Front, request: Request) -> Response:
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     extras = Extras(logprobs=logprobs, grammar=grammar)
     plan = Plan(
+        endpoint="chat",
         prompts=(ids,),
         samplings=(make_sampling(options, extras, len(ids), front.served.limits),),
         n=common.n or 1,

@@ -32,11 +32,14 @@ class Stopper(Protocol):
 class Shared(Struct):
     """What the outputs of one call have in common.
 
-    ``arrival`` is monotonic; ``scored``: log probabilities are wanted.
+    ``arrival`` is monotonic; ``scored``: log probabilities are wanted; ``eager``: tokens
+    count as a change even when they bring no text yet. ``endpoint`` labels metrics.
     """
 
+    endpoint: str
     arrival: float
     scored: bool
+    eager: bool
     stopper: Stopper
     metrics: Metrics
     on_change: "Callable[[Choice], None]"
@@ -60,8 +63,10 @@ class Choice:
         self.moments = Moments(arrival=shared.arrival)
         self.end: Finished | None = None
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self.tail = ""
+        self._shared = shared
         self._scored = shared.scored
-        self._stopper = shared.stopper
+        self._eager = shared.eager or shared.scored
         self._metrics = shared.metrics
         self._on_change = shared.on_change
         self._piece = Piece("", [], [], [])
@@ -79,7 +84,14 @@ class Choice:
         return "stop" if self.output.stopped else self.end.reason
 
     def take(self) -> Piece:
-        """Return what came since the last call."""
+        """Return what came since the last call, what was held back to the end included."""
+        piece = self.take_piece()
+        piece.text += self.tail
+        self.tail = ""
+        return piece
+
+    def take_piece(self) -> Piece:
+        """Return what came with tokens since the last call; ``tail`` is what remains."""
         piece, self._piece = self._piece, Piece("", [], [], [])
         return piece
 
@@ -100,11 +112,11 @@ class Choice:
             piece.tokens.append(item.token)
             text += output.push(item.token)
             if output.stopped:
-                self._stopper.stop(self.request_id)
+                self._shared.stopper.stop(self.request_id)
                 break
         if text:
             piece.text += text
-        if text or self._scored:
+        if text or self._eager:
             self._on_change(self)
 
     def on_prompt_logprobs(self, items: tuple[TokenLogprob, ...]) -> None:
@@ -113,7 +125,7 @@ class Choice:
 
     def on_end(self, done: Finished, now: float) -> None:
         self.end = done
-        self._piece.text += self.output.finish()
+        self.tail = self.output.finish()
         self._measure(now)
         self._on_change(self)
 
@@ -129,6 +141,8 @@ class Choice:
     def _measure(self, now: float) -> None:
         moments, metrics = self.moments, self._metrics
         assert self.end is not None
+        outcome = self.end.error.code if self.end.error is not None else "finished"
+        metrics.requests.labels(self._shared.endpoint, outcome).inc()
         metrics.e2e.observe(now - moments.arrival)
         metrics.prompt_tokens.inc(len(self.prompt_ids))
         metrics.cached_tokens.inc(self.end.num_cached_tokens)

@@ -4,11 +4,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from services.gateway.sampling_params import MAX_LOGPROBS
 from shared.errors import InvalidRequest
 
 NumOutputs = Annotated[int, Meta(ge=1, le=128)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(Struct, frozen=True):

@@ -8,7 +8,6 @@ from services.gateway.body import read_body
 from services.gateway.call import Plan
 from services.gateway.common_fields import (
     CommonFields,
-    NumLogprobs,
     NumOutputs,
     check_common,
     refuse,
@@ -18,7 +17,13 @@ from services.gateway.decoding import decode_json
 from services.gateway.front import MAX_OUTPUTS, Front
 from services.gateway.respond import EventStream, answer_whole
 from services.gateway.response_format import FormatFields, read_grammar
-from services.gateway.sampling_params import Extras, SamplingOptions, make_sampling, stop_strings
+from services.gateway.sampling_params import (
+    Extras,
+    NumLogprobs,
+    SamplingOptions,
+    make_sampling,
+    stop_strings,
+)
 from shared.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -67,6 +72,7 @@ async def create_completion(front: Front, request: Request) -> Response:
     )
     prompts = await _read_prompts(front, fields.prompt, n)
     plan = Plan(
+        endpoint="completions",
         prompts=tuple(prompt.ids for prompt in prompts),
         samplings=tuple(
             make_sampling(options, extras, len(prompt.ids), front.served.limits)

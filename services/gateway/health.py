@@ -8,6 +8,7 @@ from services.gateway.auth import LOCAL
 from services.gateway.call import Call, Plan
 from services.gateway.errors import RequestFailed
 from services.gateway.front import Front
+from services.gateway.metrics import Metrics
 from shared.messages.request import Sampling
 
 PROBE_DEADLINE = 5.0
@@ -31,6 +32,7 @@ class Readiness:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._prompt = front.tokenizer.encode("ready")
+        self._unseen = Metrics()
         self._lock = asyncio.Lock()
         self._last: tuple[float, Health] | None = None
 
@@ -50,7 +52,7 @@ class Readiness:
             return Health(False, "draining")
         tokens = state.counters.tokens
         try:
-            call = self._front.call(self._plan())
+            call = Call(self._plan(), self._front.broker, self._front.tokenizer, self._unseen)
         except RequestFailed as error:
             return self._failed(error.payload.code, error.payload.message)
         try:
@@ -77,6 +79,7 @@ class Readiness:
 
     def _plan(self) -> Plan:
         return Plan(
+            endpoint="readyz",
             prompts=(self._prompt,),
             samplings=(Sampling(seed=0, max_tokens=_PROBE_TOKENS, temperature=0.0),),
             tenant=LOCAL,

@@ -27,8 +27,8 @@ class OpenRequest(Struct):
 
     @property
     def resumed(self) -> bool:
-        """It was accepted before, so its client must not see a transient refusal."""
-        return self.attempts > 1 or bool(self.request.output_ids)
+        """It was under way before, so its client must not see a transient refusal."""
+        return self.attempts > 1 or bool(self.output)
 
     def whole(self, max_model_len: int) -> FinishReason | None:
         """Tell whether the output is already complete (its ``Ended`` was then lost)."""

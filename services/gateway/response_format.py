@@ -9,6 +9,7 @@ from services.gateway.grammar import GrammarChecker
 from shared.errors import InvalidRequest
 from shared.messages.request import Grammar
 
+FormatKind = Literal["text", "json_object", "json_schema"]
 _PARAM = "response_format.json_schema.schema"
 
 
@@ -24,7 +25,7 @@ class JsonSchema(Struct, frozen=True, kw_only=True):
 class ResponseFormat(Struct, frozen=True, kw_only=True):
     """OpenAI's ``response_format``."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatKind
     json_schema: JsonSchema | None = None
 
 
@@ -42,11 +43,22 @@ async def read_grammar(checker: GrammarChecker, fields: FormatFields) -> Grammar
         Overloaded: too many schemas are being checked.
     """
     wanted = fields.response_format
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
         return None
-    if wanted.type == "json_object":
+    found = wanted.json_schema
+    text = None if found is None or found.schema is None else msgspec.json.encode(found.schema)
+    schema = None if text is None else text.decode()
+    return await make_grammar(checker, wanted.type, schema, _PARAM)
+
+
+async def make_grammar(
+    checker: GrammarChecker, kind: FormatKind, schema: str | None, param: str
+) -> Grammar | None:
+    """Return the constraint of a kind; ``schema`` is JSON text. Errors as above."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
         return Grammar(kind="json_object")
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise InvalidRequest("json_schema needs a schema", param=_PARAM)
-    schema = msgspec.json.encode(wanted.json_schema.schema).decode()
-    return await checker.check(schema, _PARAM)
+    if schema is None:
+        raise InvalidRequest("json_schema needs a schema", param=param)
+    return await checker.check(schema, param)

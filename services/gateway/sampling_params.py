@@ -14,6 +14,7 @@ MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1024
 _SEEDS = 1 << 63
 
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Unit = Annotated[float, Meta(ge=0, le=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]

@@ -1,0 +1,92 @@
+"""What the gateway needs from the deployment file."""
+
+import ipaddress
+from pathlib import Path
+
+from msgspec import Struct
+
+from shared.config import Deployment, SecuritySection
+from shared.errors import BadConfig
+from shared.runtime import client_endpoint, router_gateways_endpoint, runtime_dir
+
+
+class GatewayConfig(Struct, frozen=True, kw_only=True):
+    """Times are seconds. ``max_model_len`` None: the model's own.
+
+    ``silence``: after so long without a word the router counts as gone.
+    """
+
+    host: str
+    port: int
+    client_endpoint: str
+    router_endpoint: str
+    runtime_dir: Path
+    security: SecuritySection
+    api_keys: dict[str, str] | None
+    model_path: str
+    served_name: str | None
+    max_model_len: int | None
+    max_body: int
+    max_open: int
+    request_timeout: float
+    silence: float
+    drain_timeout: float
+
+
+def gateway_config(deployment: Deployment) -> GatewayConfig:
+    """Cut the gateway's part out of a deployment.
+
+    Raises:
+        BadConfig: a malformed address, or one open to other machines without API keys.
+    """
+    section = deployment.gateway
+    host, port = _address(section.http)
+    _check_keys(section.api_keys)
+    if section.api_keys is None and not _is_loopback(host):
+        raise BadConfig(
+            f"`gateway.http: {section.http}` can be reached from other machines: set "
+            "`gateway.api_keys` (key: tenant), or listen on 127.0.0.1"
+        )
+    return GatewayConfig(
+        host=host,
+        port=port,
+        client_endpoint=client_endpoint(deployment),
+        router_endpoint=router_gateways_endpoint(deployment),
+        runtime_dir=runtime_dir(deployment),
+        security=deployment.security,
+        api_keys=section.api_keys,
+        model_path=deployment.model.path,
+        served_name=deployment.model.served_name,
+        max_model_len=deployment.model.max_model_len,
+        max_body=section.max_body,
+        max_open=section.max_open,
+        request_timeout=section.request_timeout,
+        silence=deployment.router.worker_timeout,
+        drain_timeout=deployment.router.drain_timeout,
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise BadConfig(f"`gateway.http` must be HOST:PORT such as 127.0.0.1:8000, got {text!r}")
+    return host, int(port)
+
+
+def _check_keys(keys: dict[str, str] | None) -> None:
+    for key, tenant in (keys or {}).items():
+        if not key or key != key.strip() or not tenant:
+            raise BadConfig(
+                "`gateway.api_keys` maps non-empty keys without surrounding spaces to "
+                "non-empty tenant names"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,84 @@
+"""Runs the ASGI application with uvicorn inside the service's own loop."""
+
+import asyncio
+import errno
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from shared.errors import BadConfig, ResourceMissing
+
+KEEP_ALIVE = 65.0
+"""Seconds an idle connection stays open: longer than the 60 s of common proxies."""
+_CLOSE_TIMEOUT = 5
+_BACKLOG = 1024
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Listen on ``host:port``; port 0 picks a free one.
+
+    Raises:
+        ResourceMissing: the port is in use or may not be taken.
+        BadConfig: the host has no address here.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise BadConfig(f"`gateway.http`: {host!r} is not an address here: {error}") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ResourceMissing(
+                f"port {port} on {host} is in use by another process: stop it, or choose "
+                "another `gateway.http`"
+            ) from error
+        raise ResourceMissing(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+class HttpServer:
+    """A uvicorn server without its own signal handling, logging set-up or loop."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=max_connections,
+            backlog=_BACKLOG,
+            timeout_keep_alive=int(KEEP_ALIVE),
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT,
+        )
+        config.load()
+        self._listener = listener
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._loop_task: asyncio.Task[None] | None = None
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        """Accept connections."""
+        await self._server.startup(sockets=[self._listener])
+        self._loop_task = asyncio.create_task(self._server.main_loop())
+
+    async def stop(self) -> None:
+        """Close the listening socket, let answers under way end, then close everything."""
+        self._server.should_exit = True
+        if self._loop_task is not None:
+            await self._loop_task
+            await self._server.shutdown(sockets=[self._listener])
