@@ -42,7 +42,6 @@ class Dispatcher:
             now=now,
         )
         decode.source = prefill.dispatch
-        pair.decode.prefix.add(need.hashes)
         request.phase = "prefilling"
         request.decode_worker = pair.decode.hello.worker
         self._send_prefill(prefill, decode)

@@ -4,6 +4,7 @@ from services.router.counters import Counters
 from services.router.dispatch import Dispatcher
 from services.router.effects import Outbox
 from services.router.legs import LegTable
+from services.router.placement import hashes_of
 from services.router.records import Gateway, Leg, OpenRequest, Worker
 from services.router.recovery import Recovery
 from services.router.requests import Requests
@@ -103,6 +104,7 @@ class Outputs:
             return
         request = leg.open
         request.phase = "decoding"
+        leg.worker.prefix.add(hashes_of(request))
         prefill = request.prefill
         if prefill is None:
             return
