@@ -165,3 +165,48 @@ def keys(
     from shared.transport.security import generate_keys
 
     print(f"keys written to {generate_keys(directory)}")
+
+
+@bench_app.command("serve")
+def bench_serve(
+    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.")] = 400,
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64,
+    concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16",
+    requests: Annotated[
+        int | None, typer.Option(help="Requests per level; else four per client.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Deployment; started if none runs.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Any OpenAI server instead.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the report goes, without .json and .html.")
+    ] = None,
+) -> None:
+    """Measure TTFT, TPOT, ITL, throughput and phases; print a table, write JSON and HTML.
+
+    Examples:
+
+    `diptych bench serve --input 400 --output 64 --concurrency 1,8,16`
+
+    `diptych bench serve --config configs/colocated.yaml --out reports/colocated`
+
+    `diptych bench serve --url http://127.0.0.1:9000 --concurrency 8`
+    """
+    from tools.bench import command
+    from tools.bench.serve import Plan
+    from tools.running import find_deployment
+
+    plan = Plan(
+        input_words=input_words,
+        output_tokens=output_tokens,
+        levels=command.parse_levels(concurrency),
+        requests=requests,
+        seed=0,
+        timeout=600.0,
+    )
+    place, console = out or command.default_output(), Console()
+    if url is not None:
+        raise typer.Exit(command.bench_url(url, None, plan, console, place))
+    deployment = find_deployment(config, DEFAULT_CONFIG)
+    raise typer.Exit(command.bench_deployment(deployment, config, plan, console, place))

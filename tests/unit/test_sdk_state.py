@@ -67,8 +67,11 @@ class Driver:
     def get(self, message: ToClient) -> list[Effect]:
         return self.feed(Received(self.state.session, message))
 
-    def open(self, key: int = 1, timeout: float = 100.0, **params: int) -> list[Effect]:
-        submit = Submit(id=0, prompt="p", params=SamplingParams(**params))
+    def open(
+        self, key: int = 1, timeout: float = 100.0, prompt_logprobs: int | None = None
+    ) -> list[Effect]:
+        params = SamplingParams(prompt_logprobs=prompt_logprobs)
+        submit = Submit(id=0, prompt="p", params=params)
         return self.feed(Open(key, submit, self.now + timeout))
 
     def reconnect(self, model: str = "m") -> list[Effect]:

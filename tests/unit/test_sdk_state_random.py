@@ -107,8 +107,8 @@ class World:
         if self.link is None or not self.connected:
             return
         sent, self.to_gateway = self.to_gateway, []
-        for message in sent:
-            self.gateway.take(self.link, message)
+        for request in sent:
+            self.gateway.take(self.link, request)
         while len(self.gateway.mail) > hold and self.link is not None:
             message = self.gateway.mail.pop(0)
             self.old.append((self.link, message))

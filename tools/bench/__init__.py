@@ -1,0 +1,1 @@
+"""Measure a deployment the way its users see it: over HTTP, streaming."""

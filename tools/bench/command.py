@@ -1,0 +1,109 @@
+"""From the command line's words to a finished report, with or without an own deployment."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from shared.config import Deployment
+from shared.errors import BadConfig, ResourceMissing
+from tools.bench.cpu import control_pids
+from tools.bench.report import make_report, render_table, write_report
+from tools.bench.serve import Plan, measure, served_model
+from tools.bench.sse_client import Target
+from tools.supervise.locks import read_owner
+from tools.supervise.observe import Ready
+from tools.supervise.plan import run_paths
+
+_STOP_TIMEOUT = 180.0
+
+
+def parse_levels(text: str) -> tuple[int, ...]:
+    """Read ``1,8,16``. Raises ``BadConfig``."""
+    try:
+        levels = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        levels = ()
+    if not levels or min(levels) < 1:
+        raise BadConfig(f"--concurrency wants numbers such as 1,8,16, not {text!r}")
+    return levels
+
+
+def bench_url(url: str, api_key: str | None, plan: Plan, console: Console, out: Path) -> int:
+    """Measure any OpenAI server."""
+    return _bench(url, api_key, plan, [], console, out)
+
+
+def bench_deployment(
+    deployment: Deployment, config: Path | None, plan: Plan, console: Console, out: Path
+) -> int:
+    """Measure a deployment of this machine; it is started for the time being if none runs."""
+    with contextlib.ExitStack() as stack:
+        if read_owner(run_paths(deployment).up_lock) is None:
+            if config is None:
+                raise ResourceMissing(
+                    "no deployment runs; start one with `diptych up`, "
+                    "or let this command do it with --config FILE"
+                )
+            stack.enter_context(_started(deployment, config, console))
+        url = _gateway(deployment).url
+        if url is None:
+            raise ResourceMissing("the gateway's ready file names no url")
+        key = next(iter(deployment.gateway.api_keys or {}), None)
+        return _bench(url, key, plan, control_pids(deployment), console, out)
+
+
+def _bench(
+    url: str, api_key: str | None, plan: Plan, control: list[int], console: Console, out: Path
+) -> int:
+    try:
+        target = Target.parse(url, api_key)
+    except ValueError as error:
+        raise BadConfig(str(error)) from error
+    model = served_model(url, api_key)
+    levels = measure(target, model, plan, control, console)
+    report = make_report(url, model, plan, levels)
+    console.print(render_table(report))
+    as_json, as_html = write_report(report, out)
+    console.print(f"{as_json}\n{as_html}", soft_wrap=True, highlight=False)
+    failed = sum(level.failed for level in levels)
+    for problem in sorted({problem for level in levels for problem in level.errors}):
+        console.print(f"failed: {problem}", style="red", markup=False)
+    return 1 if failed else 0
+
+
+def default_output() -> Path:
+    """Return ``reports/serve-DATE`` in the working directory."""
+    return Path("reports") / time.strftime("serve-%Y%m%d-%H%M%S")
+
+
+def _gateway(deployment: Deployment) -> Ready:
+    try:
+        content = run_paths(deployment).ready("gateway").read_bytes()
+        return msgspec.json.decode(content, type=Ready)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ResourceMissing(f"the gateway of `{deployment.name}` is not ready") from error
+
+
+@contextlib.contextmanager
+def _started(deployment: Deployment, config: Path, console: Console) -> Iterator[None]:
+    """Run ``diptych up`` beside us, until it introduced itself."""
+    command = [sys.executable, "-P", "-m", "tools", "up", "--die-with-parent", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+            if "stop: Ctrl-C" in line:
+                break
+        else:
+            raise ResourceMissing(f"deployment `{deployment.name}` did not start")
+        yield
+    finally:
+        process.terminate()
+        process.communicate(timeout=_STOP_TIMEOUT)

@@ -1,0 +1,143 @@
+"""The result of a measurement as table, JSON and one self-contained HTML page."""
+
+import html
+import os
+import platform
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from rich.table import Table
+
+from tools.bench.plots import latency_chart, phase_chart, throughput_chart
+from tools.bench.serve import Plan
+from tools.bench.summary import LevelSummary, Spread
+
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
+  padding: 0 1rem; color: #1c2024; background: #fff; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde1e6; }
+th:first-child, td:first-child { text-align: left; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+.note { color: #5a6169; }
+"""
+
+_EXPLANATION = (
+    "TTFT: request sent to first text at the client. TPOT: (last - first token) / (tokens - 1). "
+    "ITL: single gaps between events. Phases come from the servers' own timelines: queue + "
+    "prefill + transfer = TTFT at the gateway. Hand-over: first token sampled by prefill to "
+    "decode's first own token, minus one decode step."
+)
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """One measurement and what it was made on."""
+
+    title: str
+    url: str
+    model: str
+    made_at: str
+    machine: str
+    plan: Plan
+    levels: list[LevelSummary]
+
+
+def make_report(url: str, model: str, plan: Plan, levels: list[LevelSummary]) -> Report:
+    """Put the numbers together with time and machine."""
+    cores = len(os.sched_getaffinity(0))
+    return Report(
+        title=f"{model}: {plan.input_words} words in, {plan.output_tokens} tokens out",
+        url=url,
+        model=model,
+        made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        machine=f"{cores} cores, {platform.machine()}, Linux {platform.release()}",
+        plan=plan,
+        levels=levels,
+    )
+
+
+def write_report(report: Report, base: Path) -> tuple[Path, Path]:
+    """Write ``base``.json and ``base``.html and return both."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    as_json, as_html = base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")
+    as_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    as_html.write_text(render_html(report), encoding="utf-8")
+    return as_json, as_html
+
+
+def rows(levels: list[LevelSummary]) -> list[list[str]]:
+    """Return the table: header first, one row per level; milliseconds unless said."""
+    header = [
+        *("clients", "requests", "out tok/s", "TTFT p50 / p99", "TPOT p50 / p99"),
+        *("ITL p50 / p99", "queue", "prefill", "hand-over", "CPU us/token"),
+    ]
+    return [header, *(_row(level) for level in levels)]
+
+
+def render_table(report: Report) -> Table:
+    """Return the table for the terminal."""
+    header, *body = rows(report.levels)
+    table = Table(title=report.title, caption="milliseconds; single values are medians")
+    for name in header:
+        table.add_column(name, justify="right")
+    for cells in body:
+        table.add_row(*cells)
+    return table
+
+
+def render_html(report: Report) -> str:
+    """Return the page; it loads nothing from anywhere."""
+    header, *body = rows(report.levels)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in body
+    )
+    charts = [
+        latency_chart("TTFT", report.levels, lambda level: level.ttft),
+        latency_chart("TPOT", report.levels, lambda level: level.tpot),
+        latency_chart("ITL", report.levels, lambda level: level.itl),
+        throughput_chart(report.levels),
+        phase_chart(report.levels),
+    ]
+    errors = sorted({error for level in report.levels for error in level.errors})
+    problems = "".join(f"<li>{html.escape(error)}</li>" for error in errors)
+    facts = f"{report.made_at} &middot; {html.escape(report.machine)} &middot; "
+    facts += html.escape(report.url)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(report.title)}</title><style>{_CSS}</style></head><body>"
+        f"<h1>{html.escape(report.title)}</h1><p class=note>{facts}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        f"<p class=note>{_EXPLANATION}</p>"
+        + (f"<h2>Errors</h2><ul>{problems}</ul>" if problems else "")
+        + f'<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
+        "</body></html>\n"
+    )
+
+
+def _row(level: LevelSummary) -> list[str]:
+    failed = f" ({level.failed} failed)" if level.failed else ""
+    phases = level.phases
+    cpu = level.control_cpu_us
+    return [
+        str(level.concurrency),
+        f"{level.requests}{failed}",
+        f"{level.output_rate:.1f}",
+        _pair(level.ttft),
+        _pair(level.tpot),
+        _pair(level.itl),
+        _median(phases.queue),
+        _median(phases.prefill),
+        _median(phases.hand_over),
+        "-" if cpu is None else f"{cpu:.0f}",
+    ]
+
+
+def _pair(values: Spread | None) -> str:
+    return "-" if values is None else f"{values.p50:.1f} / {values.p99:.1f}"
+
+
+def _median(values: Spread | None) -> str:
+    return "-" if values is None else f"{values.p50:.1f}"
