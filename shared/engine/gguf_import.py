@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Final
 
 import gguf
-import psutil
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.errors import ResourceMissing, UnsupportedModel
+from shared.kv.memory import available_memory
 
 _PEAK_FACTOR: Final = 2.2
 """Peak memory of a conversion over the fp32 weights, measured on SmolLM2."""
@@ -60,7 +60,7 @@ def _count_parameters(file: Path) -> int:
 
 def _check_memory(file: Path, parameters: int) -> None:
     needed = int(parameters * 4 * _PEAK_FACTOR)
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > available:
         raise ResourceMissing(
             f"converting {file.name} needs {needed / 2**30:.1f} GiB of memory, "

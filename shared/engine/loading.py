@@ -4,7 +4,6 @@ import warnings
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,6 +12,7 @@ from shared.config import Precision
 from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.weights import check_weights
 from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
+from shared.kv.memory import available_memory
 
 HfModel: TypeAlias = Any
 """A transformers causal language model; the library is not typed."""
@@ -45,7 +45,7 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(transformers|torch|safetensors)(\.|$)")
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 model_dir,
                 config=config,
                 attn_implementation=ATTENTION_NAME,
@@ -54,6 +54,7 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
+                output_loading_info=True,
             )
     except KeyError as error:
         if error.args == (ATTENTION_NAME,):
@@ -64,6 +65,11 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
         raise UnsupportedModel(f"{model_dir.name}: cannot be loaded: {error!r}") from error
     except (ValueError, TypeError, ImportError, OSError, RuntimeError, AttributeError) as error:
         raise UnsupportedModel(f"{model_dir.name}: cannot be loaded: {error}") from error
+    if report["missing_keys"]:
+        raise UnsupportedModel(
+            f"{model_dir.name}: the config asks for weights that the files do not hold: "
+            f"{', '.join(sorted(report['missing_keys'])[:3])}"
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -100,7 +106,7 @@ def end_token_ids(model: HfModel) -> tuple[int, ...]:
 
 
 def _check_memory(model_dir: Path, weight_bytes: int) -> None:
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if weight_bytes + _RUNTIME_BYTES > available:
         raise ResourceMissing(
             f"{model_dir.name} needs {(weight_bytes + _RUNTIME_BYTES) / 2**30:.1f} GiB of memory, "
