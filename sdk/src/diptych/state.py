@@ -394,7 +394,7 @@ class ClientState:
     def _leave(self) -> Iterator[Effect]:
         for request in list(self.requests.values()):
             yield from self._withdraw(request)
-        if self.phase == "open":
+        if self.phase in ("greeting", "open"):
             yield Send(Bye())
         self.phase = "left"
         yield from self._fail_all(WireError(code="cancelled", message="this client was closed"))
