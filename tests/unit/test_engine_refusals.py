@@ -45,20 +45,6 @@ def refusal(directory: Path, config: Any) -> str:
     return refused.value.message
 
 
-def test_attention_of_its_own_is_refused(tmp_path: Path) -> None:
-    """GPT-Neo takes any attention name, runs, and writes no KV."""
-    config = transformers.GPTNeoConfig(
-        **_SMALL,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=64,
-    )
-    message = refusal(tmp_path, config)
-    assert "attention interface" in message
-    assert "layers [0, 1] never called it" in message
-
-
 def test_positions_implied_by_a_bias_are_refused(tmp_path: Path) -> None:
     """Bloom adds its positions to the scores and takes none as input."""
     config = transformers.BloomConfig(**_SMALL, n_layer=2, n_head=4, seq_length=64)
@@ -110,6 +96,18 @@ def test_window_known_to_the_mask_only_is_refused(tmp_path: Path) -> None:
     model = loaded(tmp_path, "gemma3")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModel, match="layer 0 has a sliding window"):
+        inspect_model(model, "fp32", 4)
+
+
+def test_a_layer_that_bypasses_the_interface_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a layer runs, writes no KV and announces nothing."""
+    model = loaded(tmp_path, "llama")
+    monkeypatch.setattr(
+        model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
+    )
+    with pytest.raises(UnsupportedModel, match=r"layers \[1\] never called it"):
         inspect_model(model, "fp32", 4)
 
 
