@@ -1,6 +1,7 @@
 """Addresses that are taken, stale, too long or not addresses at all."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from shared.errors import BadConfig, DiptychError, ResourceMissing
+from shared.transport import ipc_file
 from shared.transport.ipc_file import listen, remove_own
 from tests.transport.harness import Bell, Context, Dealer, Message, Requests, Router, opened
 
@@ -116,6 +118,17 @@ def test_only_one_of_many_simultaneous_starts_gets_a_stale_file(directory: Path)
         os.close(descriptor)
     assert len(outcomes) == 8
     assert len(won) == 1
+
+
+def test_a_start_that_holds_the_lock_too_long_ends_the_wait(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc_file, "_LOCK_TIMEOUT", 0.05)
+    holder = os.open(directory, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(ResourceMissing, match="locked by another start"):
+        listen(directory / "x.sock")
+    os.close(holder)
 
 
 def test_an_old_owner_does_not_remove_its_successors_file(directory: Path) -> None:

@@ -169,6 +169,7 @@ def test_far_too_large_frame_is_never_taken_in_and_the_peer_may_come_back(
                 return bool(requests.items)
 
             await eventually(heard_again)
+            assert router.rejected == 0
 
     run(main())
 
