@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tqdm
 import transformers
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +15,9 @@ from shared.engine.batch import OpenSequence, Sampled, SequenceInput, StepInput,
 from shared.engine.engine import Engine
 from shared.kv.arena import KvArena
 from shared.messages.request import Sampling, TokenLogprob
+
+# tqdm makes a semaphore with its first bar and keeps it for the life of the process.
+tqdm.tqdm.get_lock()
 
 VOCAB = 96
 WINDOW = 7

@@ -1,5 +1,6 @@
 """Grammar-constrained output through xgrammar."""
 
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,16 @@ _CACHE_BYTES: Final = 64 << 20
 _MAX_WHITESPACE: Final = 32
 """Longest run of whitespace between JSON elements; unbounded, small models never stop it."""
 
+_SOURCE_PLACE: Final = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
+"""xgrammar puts time and place in its own source before what was wrong."""
+
 _JSON_OBJECT: Final = '{"type": "object"}'
+
+
+_CONTROL: Final = frozenset(range(0x20)) - {0x0A, 0x0D}
+"""Bytes that xgrammar lets into strings of limited length, where JSON forbids them."""
+
+Mask = NDArray[np.bool_]
 
 
 class GrammarMismatch(DiptychError):
@@ -37,6 +47,7 @@ class GrammarCompiler:
         self._end_tokens = end_tokens
         self._threads = threads
         self._compiler: Any = None
+        self._control: Mask = np.zeros(vocab_size, dtype=bool)
 
     def matcher(self, grammar: Grammar, output_ids: tuple[int, ...]) -> "Matcher":
         """Return a matcher that has accepted ``output_ids``.
@@ -45,7 +56,8 @@ class GrammarCompiler:
             InvalidRequest: the schema cannot be compiled, or the model has no tokenizer.
             GrammarMismatch: ``output_ids`` do not follow the grammar.
         """
-        matcher = Matcher(self._compile(grammar), self._vocab_size, self._end_tokens)
+        compiled = self._compile(grammar)
+        matcher = Matcher(compiled, self._vocab_size, self._end_tokens, self._control)
         for token in output_ids:
             matcher.accept(token)
         return matcher
@@ -61,8 +73,9 @@ class GrammarCompiler:
                 max_whitespace_cnt=_MAX_WHITESPACE,
             )
         except (RuntimeError, ValueError, TypeError) as error:
+            reason = _SOURCE_PLACE.sub("", str(error)).strip()
             raise InvalidRequest(
-                f"the JSON schema cannot be used: {error}", param="response_format"
+                f"the JSON schema cannot be used: {reason}", param="response_format"
             ) from error
 
     def _load(self) -> Any:  # noqa: ANN401
@@ -78,6 +91,9 @@ class GrammarCompiler:
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._end_tokens) or None,
         )
+        for token, piece in enumerate(info.decoded_vocab[: self._vocab_size]):
+            self._control[token] = any(byte in _CONTROL for byte in piece)
+        self._control[list(self._end_tokens)] = False
         return xgrammar.GrammarCompiler(
             info, max_threads=self._threads, cache_limit_bytes=_CACHE_BYTES
         )
@@ -90,23 +106,29 @@ class Matcher:
     nothing but end tokens is allowed, so that the text stays what the grammar made it.
     """
 
-    def __init__(self, compiled: Any, vocab_size: int, end_tokens: tuple[int, ...]) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        compiled: Any,  # noqa: ANN401
+        vocab_size: int,
+        end_tokens: tuple[int, ...],
+        control: Mask,
+    ) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._bits: NDArray[np.int32] = np.empty((1, -(-vocab_size // 32)), dtype=np.int32)
         self._vocab_size = vocab_size
         self._end_tokens = end_tokens
+        self._control = control
 
     def forbid(self, row: Row) -> None:
         """Set the logits of tokens that the grammar does not allow next to -inf, in place."""
         if self._matcher.is_terminated():
-            allowed = np.zeros(self._vocab_size, dtype=bool)
-            allowed[list(self._end_tokens)] = True
-        elif self._matcher.fill_next_token_bitmask(self._bits):
-            bits = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")
-            allowed = bits[: self._vocab_size].view(bool)
+            forbidden = np.ones(self._vocab_size, dtype=bool)
+            forbidden[list(self._end_tokens)] = False
         else:
-            return
-        row[~allowed] = -np.inf
+            self._matcher.fill_next_token_bitmask(self._bits)
+            bits = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")
+            forbidden = ~bits[: self._vocab_size].view(bool) | self._control
+        row[forbidden] = -np.inf
 
     def accept(self, token: int) -> None:
         """Advance by one token. Raises ``GrammarMismatch`` when it is not allowed here."""

@@ -26,7 +26,8 @@ class SeenTokens:
 
     def add(self, token: int) -> None:
         """Count one output token."""
-        self._counts[self._slot(token)] += 1
+        slot = self._slot(token)  # may replace the arrays
+        self._counts[slot] += 1
 
     def penalise(self, row: Row, repetition: float, frequency: float, presence: float) -> None:
         """Change ``row`` in place: repetition first, then frequency and presence."""
