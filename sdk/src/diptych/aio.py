@@ -15,7 +15,7 @@ from diptych.batch import BatchPlan, Outcome, ProgressBar
 from diptych.channel import Channel
 from diptych.endpoint import Curve
 from diptych.errors import DiptychError, Timeout
-from diptych.events import Fleet, Ready, Update
+from diptych.events import Fleet, Open, Ready, Update
 from diptych.params import Messages, Params, Prompt, chat_submit, check_timeout, prompt_submit
 from diptych.results import Assembler, Chunk, Completion
 from diptych.state import ClientLimits
@@ -55,14 +55,16 @@ class AsyncClient:
     async def wait_ready(self, timeout: float = 60.0) -> Ready:
         """Wait until a gateway answers; see ``Client.wait_ready``."""
         limit = check_timeout(timeout)
-        answer = await _result(calls.ask(self._channel, "ready", limit), limit)
+        with self._channel.call() as key:
+            answer = await _result(calls.ask(self._channel, key, "ready", limit), limit)
         assert isinstance(answer, Ready)
         return answer
 
     async def status(self, timeout: float = 10.0) -> dict[str, object]:
         """Return the fleet's status; see ``Client.status``."""
         limit = check_timeout(timeout)
-        answer = await _result(calls.ask(self._channel, "status", limit), limit)
+        with self._channel.call() as key:
+            answer = await _result(calls.ask(self._channel, key, "status", limit), limit)
         assert isinstance(answer, Fleet)
         return answer.decode()
 
@@ -152,8 +154,9 @@ class AsyncClient:
             while not plan.done:
                 while (work := plan.start(time.monotonic())) is not None:
                     index, left = work
-                    future = calls.complete(self._channel, submits[index], left)
-                    running[asyncio.wrap_future(future)] = index
+                    with self._channel.call() as key:
+                        future = calls.complete(self._channel, key, submits[index], left)
+                        running[asyncio.wrap_future(future)] = index
                 await _wait_some(running, min(plan.wake_in(time.monotonic()), limit + _GRACE))
                 for task in [f for f in running if f.done()]:
                     plan.end(running.pop(task), _outcome(task), time.monotonic())
@@ -182,7 +185,8 @@ class AsyncClient:
 
     async def _run(self, submit: Submit, timeout: float | None) -> Completion:
         limit = self._limit(timeout)
-        return await _result(calls.complete(self._channel, submit, limit), limit)
+        with self._channel.call() as key:
+            return await _result(calls.complete(self._channel, key, submit, limit), limit)
 
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else check_timeout(timeout)
@@ -204,9 +208,10 @@ class AsyncStream:
         channel = client._channel
         self._give_up_at = deadline + _GRACE
         sink = _Mailbox(asyncio.get_running_loop(), self._box).put
-        key = channel.request(submit, deadline, sink)
-        self._cancel = weakref.finalize(self, channel.abort, key)
-        self._cancel.atexit = False
+        with channel.call() as key:
+            self._cancel = weakref.finalize(self, channel.abort, key)
+            self._cancel.atexit = False
+            channel.start(Open(key, submit, deadline), sink)
 
     @property
     def completion(self) -> Completion | None:

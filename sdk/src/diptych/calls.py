@@ -8,7 +8,7 @@ from typing import Generic, Literal, TypeVar
 
 from diptych.channel import Channel
 from diptych.errors import DiptychError, error_from
-from diptych.events import Ask, Fleet, Ready, Update
+from diptych.events import Ask, Fleet, Open, Ready, Update
 from diptych.open_request import Failed
 from diptych.results import Assembler, Completion
 from diptych.wire import Submit
@@ -41,7 +41,7 @@ class _Once(Generic[T]):
         self.future.add_done_callback(watch)
 
 
-def complete(channel: Channel, submit: Submit, timeout: float) -> Future[Completion]:
+def complete(channel: Channel, key: int, submit: Submit, timeout: float) -> Future[Completion]:
     """Run a request; cancelling the future cancels the request everywhere."""
     once: _Once[Completion] = _Once()
     assembler = Assembler()
@@ -56,13 +56,13 @@ def complete(channel: Channel, submit: Submit, timeout: float) -> Future[Complet
             if assembler.completion is not None and once.claim():
                 once.future.set_result(assembler.completion)
 
-    key = channel.request(submit, time.monotonic() + timeout, sink)
     once.on_cancel(lambda: channel.abort(key))
+    channel.start(Open(key, submit, time.monotonic() + timeout), sink)
     return once.future
 
 
 def ask(
-    channel: Channel, what: Literal["ready", "status"], timeout: float
+    channel: Channel, key: int, what: Literal["ready", "status"], timeout: float
 ) -> Future[Ready | Fleet]:
     """Wait for a session, or ask for the fleet's status."""
     once: _Once[Ready | Fleet] = _Once()
@@ -75,7 +75,6 @@ def ask(
         elif isinstance(update, Ready | Fleet):
             once.future.set_result(update)
 
-    deadline = time.monotonic() + timeout
-    key = channel.ask(lambda key: Ask(key, what, deadline), sink)
     once.on_cancel(lambda: channel.abort(key))
+    channel.start(Ask(key, what, time.monotonic() + timeout), sink)
     return once.future

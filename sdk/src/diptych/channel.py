@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import msgspec
@@ -102,20 +103,22 @@ class Channel:
             raise InvalidRequest("api_key must be printable ASCII", param="api_key")
         return cls(where, api_key, curve, limits)
 
-    def request(self, submit: Submit, deadline: float, sink: Sink) -> int:
-        """Open a request and return its key. ``deadline`` is on ``time.monotonic``."""
+    @contextmanager
+    def call(self) -> Iterator[int]:
+        """Give a key for one call; what is raised inside, also by a signal, cancels the call."""
         key = next(self._keys)
-        self._command(Open(key, submit, deadline), sink)
-        return key
+        try:
+            yield key
+        except BaseException:
+            self.abort(key)
+            raise
 
-    def ask(self, event: Callable[[int], Ask], sink: Sink) -> int:
-        """Ask a question and return its key."""
-        key = next(self._keys)
-        self._command(event(key), sink)
-        return key
+    def start(self, event: Open | Ask, sink: Sink) -> None:
+        """Start a call under a key of ``call``; ``deadline`` is on ``time.monotonic``."""
+        self._command(event, sink)
 
     def abort(self, key: int) -> None:
-        """Cancel a call; a call that ended is left alone."""
+        """Cancel a call; one that ended, or never started, is left alone."""
         self._command(Abort(key), None)
 
     def close(self) -> None:

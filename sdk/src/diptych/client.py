@@ -14,7 +14,7 @@ from diptych.batch import BatchPlan, Outcome, ProgressBar
 from diptych.channel import Channel
 from diptych.endpoint import Curve
 from diptych.errors import DiptychError, Timeout
-from diptych.events import Fleet, Ready, Update
+from diptych.events import Fleet, Open, Ready, Update
 from diptych.params import (
     Messages,
     Params,
@@ -76,14 +76,16 @@ class Client:
             ConnectionLost, Unauthorized, IncompatibleGateway, Timeout.
         """
         limit = check_timeout(timeout)
-        answer = _result(calls.ask(self._channel, "ready", limit), limit)
+        with self._channel.call() as key:
+            answer = _result(calls.ask(self._channel, key, "ready", limit), limit)
         assert isinstance(answer, Ready)
         return answer
 
     def status(self, timeout: float = 10.0) -> dict[str, object]:
         """Return the fleet's status: workers, queues, counters. Raises as ``wait_ready``."""
         limit = check_timeout(timeout)
-        answer = _result(calls.ask(self._channel, "status", limit), limit)
+        with self._channel.call() as key:
+            answer = _result(calls.ask(self._channel, key, "status", limit), limit)
         assert isinstance(answer, Fleet)
         return answer.decode()
 
@@ -150,8 +152,9 @@ class Client:
 
         Callbacks of the future run in the client's I/O thread and must not block.
         """
-        submit = prompt_submit(prompt, params, timeline)
-        return calls.complete(self._channel, submit, self._limit(timeout))
+        submit, limit = prompt_submit(prompt, params, timeline), self._limit(timeout)
+        with self._channel.call() as key:
+            return calls.complete(self._channel, key, submit, limit)
 
     @overload
     def generate_batch(
@@ -200,7 +203,9 @@ class Client:
             while not plan.done:
                 while (work := plan.start(time.monotonic())) is not None:
                     index, left = work
-                    running[calls.complete(self._channel, submits[index], left)] = index
+                    with self._channel.call() as key:
+                        future = calls.complete(self._channel, key, submits[index], left)
+                        running[future] = index
                 _wait_some(running, min(plan.wake_in(time.monotonic()), limit + _GRACE))
                 for future in [f for f in running if f.done()]:
                     plan.end(running.pop(future), _outcome(future), time.monotonic())
@@ -228,7 +233,8 @@ class Client:
 
     def _run(self, submit: Submit, timeout: float | None) -> Completion:
         limit = self._limit(timeout)
-        return _result(calls.complete(self._channel, submit, limit), limit)
+        with self._channel.call() as key:
+            return _result(calls.complete(self._channel, key, submit, limit), limit)
 
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else check_timeout(timeout)
@@ -249,9 +255,10 @@ class Stream:
         deadline = time.monotonic() + timeout
         channel = client._channel
         self._give_up_at = deadline + _GRACE
-        key = channel.request(submit, deadline, self._box.put)
-        self._cancel = weakref.finalize(self, channel.abort, key)
-        self._cancel.atexit = False
+        with channel.call() as key:
+            self._cancel = weakref.finalize(self, channel.abort, key)
+            self._cancel.atexit = False
+            channel.start(Open(key, submit, deadline), self._box.put)
 
     @property
     def completion(self) -> Completion | None:

@@ -88,7 +88,7 @@ class OpenRequest:
             self.submit,
             id=attempt,
             received=tuple(self.tokens),
-            timeout=max(self.deadline - now, 0.0),
+            timeout=max(self.deadline - now, 0.001),
         )
         if self.seed is not None:
             scores = None if self.scored else out.params.prompt_logprobs
