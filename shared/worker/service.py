@@ -31,12 +31,12 @@ from shared.worker.effects import (
     ToRouter,
     ToSource,
 )
-from shared.worker.step_runner import StepRunner
 from shared.worker.events import Event, ReaderLost, StepDone, StepFailed, StopRequested, Tick
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
 from shared.worker.settings import WorkerSettings
 from shared.worker.state import WorkerState
+from shared.worker.step_runner import StepRunner
 
 log = logging.getLogger(__name__)
 
