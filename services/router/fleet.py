@@ -97,11 +97,7 @@ class Fleet:
         load = worker.load = message.load
         worker.counters = message.counters
         self.progress(worker, message.step, now, idle=not load.busy)
-        if message.draining and not worker.stopping:
-            worker.stopping = True
-            self._outbox.note(f"worker {worker.hello.worker} is stopping")
-            if worker.health == "ready":
-                worker.health = "draining"
+        self._stopping(worker, message.draining and not worker.drain_ordered)
         if not (load.busy or load.waiting or load.receiving or load.running or load.held):
             self._find_lost_dispatches(worker, now)
 
@@ -175,6 +171,9 @@ class Fleet:
                 assert worker.hello.compatibility == self.compatibility
 
     def _add(self, peer: bytes, message: WorkerHello, now: float) -> Worker:
+        while len(self.by_peer) >= MAX_WORKERS:
+            lost = next(w for w in self.by_peer.values() if w.health == "lost")
+            self._remove(lost, "makes room", now)
         worker = Worker(
             peer=peer,
             hello=message,
@@ -196,7 +195,7 @@ class Fleet:
         smallest = min(offered.block_size, message.blocks_total, message.max_sequences)
         if smallest < 1 or message.max_model_len < 1:
             return InvalidRequest("block size, pool, sequences and length must be at least 1")
-        if known is None and len(self.by_peer) >= MAX_WORKERS:
+        if known is None and len(others) >= MAX_WORKERS:
             return InvalidRequest(f"the fleet has {MAX_WORKERS} workers already")
         return None
 
@@ -206,6 +205,16 @@ class Fleet:
         else:
             text = "; ".join(self.compatibility.differences(offered))
         return IncompatiblePeer(f"the worker does not fit the fleet: {text}")
+
+    def _stopping(self, worker: Worker, stopping: bool) -> None:
+        """A worker that was told to end by others; a drain ordered from here looks the same."""
+        if stopping == worker.stopping:
+            return
+        worker.stopping = stopping
+        if stopping:
+            self._outbox.note(f"worker {worker.hello.worker} is stopping")
+        if worker.health in ("ready", "draining"):
+            worker.health = "draining" if stopping or worker.drain_ordered else "ready"
 
     def _back(self, worker: Worker) -> None:
         worker.health = "draining" if worker.drain_ordered or worker.stopping else "ready"

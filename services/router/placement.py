@@ -65,11 +65,11 @@ class Need(Struct, frozen=True):
 
     @property
     def prefill_blocks(self) -> int:
-        return blocks_for(self.tokens, self.block_size)
+        return blocks_for(self.tokens + 1, self.block_size)
 
     @property
     def decode_blocks(self) -> int:
-        return blocks_for(self.tokens + self.growth, self.block_size)
+        return blocks_for(self.tokens + max(1, self.growth), self.block_size)
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens this worker would have to compute; the last one always."""
@@ -146,7 +146,10 @@ def place(
     prefills = of_role(ready, "prefill")
     if not prefills:
         return _no_prefill(local, config, settled)
-    prefill = best_prefill(prefills, need, request.avoid)
+    large_enough = [w for w in prefills if w.hello.blocks_total >= need.prefill_blocks]
+    if not large_enough and local.hello.blocks_total >= need.prefill_blocks:
+        return Local(local, "prefill_too_small")
+    prefill = best_prefill(large_enough or prefills, need, request.avoid)
     if prefill is None:
         return Wait(absent=False, reason="busy")
     return Pair(prefill, _best_decode(decoders, need, request.avoid), "split")

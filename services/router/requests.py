@@ -22,10 +22,12 @@ MAX_BYTES = 7 << 20
 """What a request may take in a frame of 8 MiB; larger ones no worker could be sent."""
 
 SETTLE_TIME = 2.0
-"""Seconds after start in which known workers and gateways are expected to come back."""
+"""Seconds after start in which prefill workers may still be saying hello."""
 
+RESUBMIT_TIME = 5.0
 RESUBMIT_FACTOR = 4
-"""How far the queue's bounds stretch meanwhile: what comes then was admitted before."""
+"""How far, and how long after start, the queue's bounds stretch: gateways then bring back what
+was admitted before."""
 
 
 class Requests:
@@ -199,7 +201,7 @@ class Requests:
             ).payload()
         if len(self.open) >= MAX_OPEN:
             return self._overloaded(now)
-        factor = 1 if self.settled(now) else RESUBMIT_FACTOR
+        factor = 1 if now - self._started >= RESUBMIT_TIME else RESUBMIT_FACTOR
         if not request.output_ids and self.queue.is_full(len(ids), factor):
             longest = self.queue.displace(request.tenant)
             if longest is None:

@@ -78,7 +78,7 @@ class World:
         self.steps = 0
         self.checked = True
         if settled:
-            self.now += 2.5
+            self.now += 5.5
             self.handle(Tick())
 
     def handle(self, event: Event) -> list[Effect]:

@@ -219,6 +219,19 @@ def test_61_a_drain_on_order_empties_and_the_role_changes() -> None:
     assert (worker.health, worker.role) == ("ready", "prefill")
 
 
+def test_a_report_from_before_the_change_of_role_does_not_keep_the_worker_out() -> None:
+    """Its heartbeats say ``draining`` for a drain from here, too."""
+    world = SplitWorld()
+    world.handle(ChangeRole(WorkerId("decode-0"), "decode"))
+    world.report(world.decodes[0], draining=True)
+    world.handle(WorkerMessage(world.decodes[0], Drained()))
+    assert world.health(world.decodes[0]) == "ready"
+    world.report(world.decodes[0], draining=True)
+    assert world.health(world.decodes[0]) == "draining"
+    world.report(world.decodes[0])
+    assert world.health(world.decodes[0]) == "ready"
+
+
 def test_a_drained_worker_stays_out_until_it_is_given_a_role() -> None:
     world = SplitWorld()
     world.handle(DrainWorkerRequested(WorkerId("decode-0")))

@@ -191,6 +191,15 @@ def test_a_request_larger_than_any_pool_runs_alone() -> None:
     assert world.to(decode, Expect)
 
 
+def test_a_prompt_that_fits_decode_only_runs_there() -> None:
+    world = World()
+    gate = world.gateway()
+    prefill, decode = world.worker("prefill-0", blocks=4), world.worker("decode-0")
+    world.generate(gate, "a", 160)
+    assert world.to(decode, Run) and not world.to(prefill)
+    assert world.decisions() == {"prefill_too_small": 1}
+
+
 def test_30_the_prefix_index_is_bounded_and_forgets_tails_first() -> None:
     """A router's memory must not grow with the number of prompts it has seen."""
     index = PrefixIndex(4)
