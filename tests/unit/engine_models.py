@@ -148,6 +148,10 @@ class Driver:
         self.engine = engine
         self.arena = KvArena.create(engine.layout, num_blocks)
         engine.attach(self.arena)
+        for layer in range(len(engine.layout.layers)):
+            # What was never written must not matter, whatever it is.
+            self.arena.k(layer).fill_(float("nan"))
+            self.arena.v(layer).fill_(float("nan"))
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._tables: dict[int, list[int]] = {}
