@@ -1,12 +1,12 @@
 """``diptych bench serve``: load a gateway at several concurrency levels and report."""
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import Iterator
 
 import httpx
 import msgspec
+import uvloop
 from msgspec import Struct
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -66,7 +66,7 @@ def measure(
 ) -> list[LevelSummary]:
     """Warm up, then run every level. Raises ``ResourceMissing`` if the warm-up fails."""
     with _bar(console) as progress:
-        return asyncio.run(_measure(target, model, plan, control, progress))
+        return uvloop.run(_measure(target, model, plan, control, progress))
 
 
 async def _measure(

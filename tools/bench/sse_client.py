@@ -9,6 +9,7 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import Callable
+from typing import cast
 
 import httptools
 from msgspec import Struct
@@ -127,8 +128,7 @@ class _Stream(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._arrived = time.monotonic()

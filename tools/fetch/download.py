@@ -4,7 +4,7 @@ import hashlib
 import ssl
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -105,16 +105,13 @@ def _continue(client: httpx.Client, url: str, part: Path, progress: Progress) ->
         total = _total(answer, have)
         with part.open("r+b" if have else "wb") as file:
             file.seek(have)
-            for chunk in _chunks(answer):
+            # Without a chunk size: with one, httpx holds bytes back and loses them on a break.
+            for chunk in answer.iter_raw():
                 file.write(chunk)
                 have += len(chunk)
                 progress(have, total)
         if total is not None and have < total:
             raise httpx.ReadError(f"{have} of {total} bytes")
-
-
-def _chunks(answer: httpx.Response) -> Iterator[bytes]:
-    yield from answer.iter_bytes(_CHUNK)
 
 
 def _total(answer: httpx.Response, have: int) -> int | None:

@@ -1,0 +1,90 @@
+"""Every known error of the command line is one sentence and exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = "name: x\ndeployment_type: split\nworkers: {prefill: {}, decode: {}}\n"
+
+
+def diptych(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "tools", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def sentence(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: x\n", "deployment_type"),
+        (GOOD + "gateway: {htp: 'x'}\n", "htp"),
+        (GOOD.replace("prefill: {}", "prefill: {precision: fp8}"), "precision"),
+        (GOOD.replace("prefill: {}, ", ""), "workers.prefill"),
+        (GOOD + "router: {drain_timeout: soon}\n", "drain_timeout"),
+        ("name: [\n", "x.yaml"),
+    ],
+)
+def test_config_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    error = sentence(diptych("up", "x.yaml", cwd=tmp_path))
+    assert "x.yaml" in error and words in error
+
+
+def test_no_config_file(tmp_path: Path) -> None:
+    assert "nowhere.yaml" in sentence(diptych("up", "nowhere.yaml", cwd=tmp_path))
+
+
+def test_no_model_and_nothing_started(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        f"{GOOD}model: {{path: /no/model}}\nruntime_dir: {tmp_path / 'r'}\n"
+        "gateway: {http: '127.0.0.1:0'}\n"
+    )
+    assert "/no/model" in sentence(diptych("up", "x.yaml", cwd=tmp_path))
+    assert list((tmp_path / "r").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [("status",), ("restart", "router"), ("chat",), ("bench", "serve")]
+)
+def test_commands_about_a_run_say_that_none_runs(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "x.yaml").write_text(f"{GOOD}runtime_dir: {tmp_path / 'r'}\n")
+    arguments = (*command, "--config", "x.yaml")
+    if command[0] == "bench":
+        arguments = (*command, "--url", "http://127.0.0.1:1")
+    error = sentence(diptych(*arguments, cwd=tmp_path))
+    assert "does not run" in error or "no server answers" in error
+
+
+def test_wrong_concurrency(tmp_path: Path) -> None:
+    done = diptych("bench", "serve", "--concurrency", "1,x", cwd=tmp_path)
+    assert "--concurrency" in sentence(done)
+
+
+def test_keys_are_written_once_and_never_over(tmp_path: Path) -> None:
+    assert diptych("keys", "k", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "k" / "server.secret").stat().st_mode & 0o777 == 0o600
+    assert "never overwritten" in sentence(diptych("keys", "k", cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "status", "restart", "chat", "doctor", "fetch", "keys", "bench serve"]
+)
+def test_help_teaches_with_an_example(tmp_path: Path, command: str) -> None:
+    done = diptych(*command.split(), "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert f"diptych {command}" in done.stdout.replace("│", " ")
+    assert "Example" in done.stdout
