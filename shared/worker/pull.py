@@ -129,7 +129,7 @@ class Pull:
         for layer, (covered, issued) in enumerate(zip(self._covered, self._issued, strict=True)):
             end = self._num_blocks if covered == self._total else covered // self._block_size
             if end > len(self.table.blocks):
-                raise BrokenTransfer(f"block {len(self.table.blocks)} is in no block table")
+                raise BrokenTransfer(f"only {len(self.table.blocks)} of {end} readable blocks")
             if end <= issued:
                 continue
             self._issued[layer] = end
@@ -141,14 +141,14 @@ class Pull:
         return spans
 
     def _extend_table(self, table: ReadyBlocks) -> None:
-        known = len(self.table.blocks)
         if len(table.blocks) != len(table.generations) or len(table.blocks) > self._total:
-            raise BrokenTransfer("the block table is malformed")
-        if len(table.blocks) < known:
-            raise BrokenTransfer("the block table shrank")
-        if (table.blocks[:known], table.generations[:known]) != (
-            self.table.blocks,
-            self.table.generations,
-        ):
-            raise BrokenTransfer("the block table changed")
-        self.table = table
+            raise BrokenTransfer("a malformed block table")
+        known, told = _entries(self.table), _entries(table)
+        if any(one != other for one, other in zip(known, told, strict=False)):
+            raise BrokenTransfer("another block table than before")
+        if len(told) > len(known):
+            self.table = table
+
+
+def _entries(table: ReadyBlocks) -> list[tuple[int, int]]:
+    return list(zip(table.blocks, table.generations, strict=True))

@@ -1,0 +1,432 @@
+"""The decode side of the hand-over: nothing is decoded that was not announced and verified."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from shared.errors import ErrorPayload
+from shared.ids import DispatchId, Incarnation, TransferId
+from shared.messages.prefill_decode import (
+    AbortTransfer,
+    Acknowledge,
+    FromDecode,
+    KvReady,
+    OpenTransfer,
+    PeerHello,
+    PeerRefused,
+    PeerWelcome,
+    ReadyBlocks,
+    RenewLeases,
+    TransferGone,
+)
+from shared.messages.router_worker import NewSource, Run, TransferLost
+from shared.worker.effects import CloseSource, ConnectSource, Copy, MapArena, ToSource
+from shared.worker.events import Copied, CopyFailed, SourceKey, SourceLost
+from tests.unit.worker_bench import (
+    ARENA,
+    SOURCE,
+    Bench,
+    complete,
+    error,
+    kv_source,
+    request,
+)
+
+T = TransferId(70)
+
+
+def receiving(prompt: int = 10, **limits: object) -> Bench:
+    """Return a worker that has greeted its source and waits for KV of dispatch 1."""
+    bench = Bench(**limits)  # type: ignore[arg-type]
+    bench.expect(1, request(prompt))
+    bench.welcome()
+    return bench
+
+
+def lost(bench: Bench) -> TransferLost:
+    """Return the one loss the last event reported."""
+    (message,) = [m for m in bench.to_router() if isinstance(m, TransferLost)]
+    return message
+
+
+def test_a_hand_over_from_expect_to_the_second_token() -> None:
+    """Guards the whole regular path, effect by effect."""
+    bench = Bench()
+    connect, hello = bench.expect(1, request(10))
+    assert connect == ConnectSource(SOURCE, "ipc:///tmp/kv-prefill-9")
+    assert isinstance(hello, ToSource) and isinstance(hello.message, PeerHello)
+    assert bench.welcome() == [MapArena(SOURCE, ARENA), ToSource(SOURCE, OpenTransfer(transfer=T))]
+    assert bench.empty(), "blocks are taken when there is something to put into them"
+    bench.ready(8, layers=1)
+    (job,) = bench.all(Copy)
+    assert (job.first_layer, job.end_layer) == (0, 1)
+    assert (job.source_blocks, job.generations, job.target_blocks) == ((20, 21), (1, 1), (0, 1))
+    bench.copied()
+    bench.ready(8, layers=2)
+    (job,) = bench.all(Copy)
+    assert (job.first_layer, job.end_layer) == (1, 2)
+    bench.copied()
+    bench.ready(10)
+    (job,) = bench.all(Copy)
+    assert (job.first_layer, job.end_layer, job.source_blocks) == (0, 2, (22,))
+    bench.complete(10, token=60)
+    assert bench.to_source() == [] and bench.to_router() == []
+    bench.now = 3.0
+    bench.event(Copied(job.job, 1, 0.0))
+    assert bench.to_source() == [Acknowledge(transfer=T)]
+    assert [(t.index, t.token) for t in bench.output().tokens] == [(0, 60)]
+    assert bench.work() == [(10, 1, True)]
+    assert bench.running is not None
+    assert bench.running.batch.opened[0].output_ids == (60,)
+    bench.step(token=61)
+    assert [(t.index, t.token) for t in bench.output().tokens] == [(1, 61)]
+    assert bench.counters().transfers_ok == 1
+
+
+def test_the_finished_request_reports_when_its_kv_came_and_what_was_cached() -> None:
+    bench = receiving(4)
+    bench.ready(4)
+    bench.copied()
+    bench.now = 2.0
+    bench.source(msgspec.structs.replace(complete(4), num_cached_tokens=3))
+    while bench.running is not None:
+        bench.now += 1.0
+        bench.step()
+    finished = bench.finished()
+    assert finished.num_cached_tokens == 3
+    times = finished.times
+    assert (times.accepted, times.transferred, times.stepped, times.finished) == (0, 2, 3, 9)
+    assert bench.empty() and bench.state.idle
+
+
+def test_token_1_that_ended_the_request_ends_it_here_without_kv() -> None:
+    bench = receiving()
+    bench.source(msgspec.structs.replace(complete(10), finished=True))
+    assert bench.finished().reason == "length"
+    assert [(t.index, t.token) for t in bench.output().tokens] == [(0, 5)]
+    assert bench.to_source() == [Acknowledge(transfer=T)]
+    assert bench.empty() and bench.state.idle
+
+
+def test_blocks_in_the_own_prefix_cache_are_not_copied_again() -> None:
+    bench = Bench()
+    bench.run(9, request(8, max_tokens=1))
+    bench.step()
+    bench.expect(1, request(10))
+    bench.welcome()
+    bench.ready(10)
+    (job,) = bench.all(Copy)
+    assert job.source_blocks == (22,)
+    bench.copied()
+    bench.complete(10)
+    assert bench.work() == [(10, 1, True)]
+
+
+def test_received_blocks_serve_the_next_prompt() -> None:
+    bench = receiving(8)
+    bench.ready(8)
+    bench.copied()
+    bench.complete(8)
+    bench.step()
+    bench.run(2, request(9, max_tokens=1))
+    bench.step()
+    assert bench.work()[-1] == (8, 1, True)
+
+
+def ready(first: int, count: int, layers: tuple[int, int], blocks: tuple[int, ...]) -> KvReady:
+    """Return an announcement with a block table."""
+    return KvReady(
+        transfer=T,
+        first_token=first,
+        num_tokens=count,
+        first_layer=layers[0],
+        end_layer=layers[1],
+        table=ReadyBlocks(blocks, tuple(1 for _ in blocks)),
+    )
+
+
+BROKEN: dict[str, Callable[[Bench], object]] = {
+    "a gap in tokens": lambda b: b.source(ready(8, 2, (0, 2), (20, 21, 22))),
+    "more tokens than there are": lambda b: b.source(ready(4, 7, (0, 2), (20, 21, 22))),
+    "no tokens": lambda b: b.source(ready(4, 0, (0, 2), (20, 21, 22))),
+    "a negative position": lambda b: b.source(ready(-4, 4, (0, 2), (20, 21, 22))),
+    "more layers than there are": lambda b: b.source(ready(0, 4, (0, 3), (20,))),
+    "no layers": lambda b: b.source(ready(0, 4, (1, 1), (20,))),
+    "a changed table": lambda b: b.source(ready(4, 4, (0, 2), (25, 21))),
+    "a malformed table": lambda b: b.source(
+        msgspec.structs.replace(ready(4, 4, (0, 2), ()), table=ReadyBlocks((20, 21), (1,)))
+    ),
+    "another generation": lambda b: b.source(
+        msgspec.structs.replace(ready(4, 4, (0, 2), ()), table=ReadyBlocks((20, 21), (2, 1)))
+    ),
+    "a table too short": lambda b: b.source(ready(4, 6, (0, 2), (20, 21))),
+    "an end before the end": lambda b: b.complete(10),
+    "KV of another length": lambda b: b.complete(4),
+    "another token than the first": lambda b: b.source(
+        msgspec.structs.replace(complete(10), index=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_announcements_that_do_not_fit_together_void_the_transfer(what: str) -> None:
+    """Guards truncated, late or reordered KV that is decoded all the same (29, 34)."""
+    bench = receiving()
+    bench.ready(4)
+    (job,) = bench.all(Copy)
+    BROKEN[what](bench)
+    message = lost(bench)
+    assert (message.dispatch, message.transfer) == (1, 70)
+    assert message.error.code == "transfer_failed" and message.error.retryable
+    assert bench.to_source() == [AbortTransfer(transfer=T)]
+    assert bench.running is None
+    assert not bench.empty(), "the copy thread still writes to the blocks"
+    bench.event(Copied(job.job, 1, 0.0))
+    assert bench.empty() and bench.running is None
+    bench.complete(10)
+    assert bench.running is None
+    assert bench.counters().transfers_failed == 1
+
+
+def test_repeated_announcements_change_nothing() -> None:
+    bench = receiving()
+    bench.ready(8)
+    bench.copied()
+    assert bench.ready(8) == []
+    assert bench.ready(4) == []
+
+
+def test_blocks_used_anew_while_they_were_copied_are_never_decoded() -> None:
+    """Guards another request's KV in this one's answer (scenario 32)."""
+    bench = receiving()
+    bench.ready(10)
+    (job,) = bench.all(Copy)
+    bench.complete(10)
+    bench.event(CopyFailed(job.job, error("transfer_failed"), reused=1))
+    assert lost(bench).transfer == 70
+    assert bench.running is None and bench.empty()
+    assert bench.counters().generation_mismatches == 1
+
+
+@pytest.mark.parametrize("moment", ["expecting", "copying", "copied", "lost"])
+def test_a_cancel_at_any_moment_gives_every_block_back_and_tells_the_source(moment: str) -> None:
+    """Guards KV pinned on both sides by a client that left (scenarios 19, 21, 27)."""
+    bench = receiving()
+    jobs: list[Copy] = []
+    if moment != "expecting":
+        bench.ready(8)
+        jobs = bench.all(Copy)
+    if moment == "copied":
+        bench.copied()
+        jobs = []
+    if moment == "lost":
+        bench.source(TransferGone(transfer=T, error=error()))
+    bench.cancel(1)
+    assert bench.to_source() == ([] if moment == "lost" else [AbortTransfer(transfer=T)])
+    assert bench.to_router() == []
+    for job in jobs:
+        bench.event(Copied(job.job, 1, 0.0))
+    assert bench.empty() and bench.state.idle
+    bench.ready(10)
+    bench.complete(10)
+    assert bench.to_router() == [] and bench.state.idle
+
+
+def test_a_dead_source_is_reported_at_once_and_another_one_takes_over() -> None:
+    """Guards a slot pinned by a dead peer until some time-out (scenarios 1, 2, 6)."""
+    bench = receiving()
+    bench.ready(8)
+    (job,) = bench.all(Copy)
+    bench.event(SourceLost(SOURCE, error("transfer_failed")))
+    assert lost(bench).dispatch == 1
+    assert bench.all(CloseSource) == [CloseSource(SOURCE)]
+    assert bench.to_source() == []
+    again = SourceKey(SOURCE.worker, Incarnation(45))
+    bench.said(NewSource(dispatch=DispatchId(1), source=kv_source(71, again)))
+    assert [e.source for e in bench.all(ConnectSource)] == [again]
+    bench.source(
+        PeerWelcome(worker=again.worker, incarnation=again.incarnation, arena=ARENA), key=again
+    )
+    bench.event(Copied(job.job, 1, 0.0))
+    bench.source(
+        msgspec.structs.replace(ready(0, 10, (0, 2), (30, 31, 32)), transfer=TransferId(71)),
+        key=again,
+    )
+    (job,) = bench.all(Copy)
+    assert job.source_blocks == (30, 31, 32) and job.source == again
+    bench.copied()
+    bench.source(complete(10, transfer=71), key=again)
+    assert bench.work() == [(10, 1, True)]
+
+
+def test_a_new_source_while_the_old_one_still_sends_starts_over() -> None:
+    bench = receiving()
+    bench.ready(8)
+    (old,) = bench.all(Copy)
+    bench.said(NewSource(dispatch=DispatchId(1), source=kv_source(71)))
+    assert bench.to_source() == [
+        AbortTransfer(transfer=T),
+        OpenTransfer(transfer=TransferId(71)),
+    ]
+    bench.ready(10)
+    assert bench.all(Copy) == [], "what the old transfer says is late"
+    bench.ready(10, transfer=71)
+    (job,) = bench.all(Copy)
+    assert not set(job.target_blocks) & set(old.target_blocks), "the old copy is still running"
+    bench.event(Copied(old.job, 1, 0.0))
+    bench.event(Copied(job.job, 1, 0.0))
+    bench.complete(10, transfer=71)
+    assert bench.work() == [(10, 1, True)]
+
+
+def test_a_local_run_replaces_a_waiting_expect() -> None:
+    """Guards a request whose prefill workers are all gone (scenario 16)."""
+    bench = receiving()
+    bench.ready(8)
+    jobs = bench.all(Copy)
+    bench.said(Run(dispatch=DispatchId(1), request=request(7)))
+    assert bench.to_source() == [AbortTransfer(transfer=T)]
+    assert bench.work() == [(0, 7, True)]
+    bench.event(Copied(jobs[0].job, 1, 0.0))
+    bench.step()
+    assert [(t.index, t.token) for t in bench.output().tokens] == [(0, 50)]
+
+
+def test_a_new_source_for_a_sequence_that_decodes_already_is_told_that_it_is_not_needed() -> None:
+    """Guards a second prefill that would hold its KV for nobody."""
+    bench = receiving(4)
+    bench.ready(4)
+    bench.copied()
+    bench.complete(4)
+    bench.said(NewSource(dispatch=DispatchId(1), source=kv_source(71)))
+    assert bench.to_source() == [AbortTransfer(transfer=TransferId(71))]
+    assert bench.work() == [(4, 1, True)]
+
+
+def test_a_refused_expect_frees_the_prefill_at_once() -> None:
+    """Guards KV that prefill holds for a request decode will never run (scenario 20)."""
+    bench = Bench()
+    bench.expect(1, request((1, -1)))
+    assert bench.failed().error.code == "invalid_request"
+    assert bench.to_source()[-1] == AbortTransfer(transfer=T)
+
+
+def test_a_source_that_never_answers_is_given_up_after_the_handshake_deadline() -> None:
+    """Guards waiting for ever on a peer that died while connecting (scenario 5)."""
+    bench = Bench()
+    bench.expect(1, request(10))
+    bench.tick(4.9)
+    assert bench.all(CloseSource) == []
+    bench.tick(0.1)
+    assert "did not answer in 5 s" in lost(bench).error.message
+    assert bench.all(CloseSource) == [CloseSource(SOURCE)]
+
+
+def test_a_restarted_source_at_the_same_address_is_not_taken_for_the_old_one() -> None:
+    """Guards handles of a former life being used on the new one (scenario 3)."""
+    bench = Bench()
+    bench.expect(1, request(10))
+    bench.source(PeerWelcome(worker=SOURCE.worker, incarnation=Incarnation(45), arena=ARENA))
+    assert "restarted" in lost(bench).error.message
+    assert bench.all(MapArena) == []
+
+
+def test_a_refusal_reaches_the_router_with_the_differing_fields() -> None:
+    """Guards a mismatch that shows only as a hang (scenarios 17, 45)."""
+    bench = Bench()
+    bench.expect(1, request(10))
+    text = "kv_dtype: 'fp32' here, 'bf16' there"
+    refused = ErrorPayload(code="incompatible_peer", message=text)
+    bench.source(PeerRefused(error=refused))
+    assert lost(bench).error == refused
+
+
+def test_a_transfer_without_progress_is_given_up_after_the_lease_time() -> None:
+    bench = receiving()
+    bench.tick(200.0)
+    assert [m for m in bench.to_router() if isinstance(m, TransferLost)] == [], (
+        "the prefill may still be queued: that is the router's and the request's time"
+    )
+    bench.ready(8)
+    bench.copied()
+    bench.tick(29.0)
+    bench.tick(1.0)
+    assert "no progress" in lost(bench).error.message
+
+
+def test_leases_are_renewed_by_heartbeat_and_unheard_transfers_asked_for_again() -> None:
+    """Guards KV lost to an expired lease, and a subscription lost on the way."""
+    bench = receiving()
+    bench.expect(2, request(9), transfer=71)
+    bench.ready(8)
+    bench.copied()
+    sent: list[FromDecode] = []
+    for _ in range(3):
+        bench.tick(2.0)
+        sent += bench.to_source()
+    assert sent == [
+        RenewLeases(transfers=(T, TransferId(71))),
+        OpenTransfer(transfer=TransferId(71)),
+    ]
+
+
+def test_without_free_blocks_a_transfer_waits_and_keeps_its_lease() -> None:
+    """Guards against failing, spinning or losing KV under memory pressure (scenarios 26, 53)."""
+    bench = Bench(blocks=4)
+    bench.run(9, request(tuple(range(14)), max_tokens=2))
+    bench.expect(1, request(10))
+    bench.welcome()
+    bench.ready(10)
+    bench.complete(10)
+    assert bench.all(Copy) == [] and bench.state.load().waiting == 1
+    bench.tick(5.0)
+    assert RenewLeases(transfers=(T,)) in bench.to_source()
+    bench.tick(31.0)
+    assert [m for m in bench.to_router() if isinstance(m, TransferLost)] == []
+    while bench.running is not None and not bench.all(Copy):
+        bench.step()
+    bench.copied()
+    assert bench.work() == [(10, 1, True)]
+
+
+def test_a_running_sequence_takes_the_blocks_of_a_younger_transfer_which_starts_over() -> None:
+    """Guards the deadlock of running sequences and parked loads (scenario 53)."""
+    bench = Bench(blocks=9)
+    bench.run(9, request(tuple(range(7)), max_tokens=30))
+    bench.expect(1, request(9))
+    bench.welcome()
+    bench.ready(8)
+    jobs = bench.all(Copy)
+    assert len(jobs) == 1
+    while bench.state.load().receiving:
+        bench.step()
+    assert bench.state.load().waiting == 1
+    for job in jobs:
+        bench.event(Copied(job.job, 1, 0.0))
+    while not bench.all(Copy):
+        bench.step()
+    bench.copied()
+    bench.ready(9)
+    bench.copied()
+    bench.complete(9)
+    assert (9, 1, True) in bench.work()
+
+
+def test_a_new_life_of_a_source_ends_the_links_to_its_former_one() -> None:
+    bench = receiving()
+    again = SourceKey(SOURCE.worker, Incarnation(45))
+    bench.said(
+        msgspec.structs.replace(
+            NewSource(dispatch=DispatchId(1), source=kv_source(71, again)),
+        )
+    )
+    assert bench.all(CloseSource) == [CloseSource(SOURCE)]
+    assert [e.source for e in bench.all(ConnectSource)] == [again]
+
+
+def test_who_is_not_a_known_source_is_not_heard() -> None:
+    bench = Bench()
+    bench.ready(8)
+    bench.complete(8)
+    assert bench.counters().late_messages == 2
