@@ -13,7 +13,7 @@ from tests.system.fleet import Fleet
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(params=["colocated", "split", "split_2x2"])
+@pytest.fixture(scope="session", params=["colocated", "split", "split_2x2"])
 def fleet(request: pytest.FixtureRequest) -> Fleet:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
