@@ -1,4 +1,8 @@
-"""``diptych status``: services, roles, queues, KV use and rates as a table."""
+"""``diptych status``: services, roles, queues, KV use and rates as a table.
+
+``KV`` is the share of blocks that requests hold, ``cached`` that of reusable ones; ``in/s``,
+``hits/s`` and ``out/s`` are tokens per second: computed prompt, reused prompt, output.
+"""
 
 import time
 
@@ -116,9 +120,9 @@ def _services(
 ) -> RenderableType:
     table = Table(box=None, padding=(0, 1))
     for name in ("service", "role", "health", "pid"):
-        table.add_column(name)
-    for name in ("waiting", "running", "KV used", "KV cached", "in tok/s", "hits", "out tok/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("wait", "run", "KV", "cached", "in/s", "hits/s", "out/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     workers = _by_name(now)
     earlier = _by_name(before)
     for process in processes(deployment):

@@ -82,8 +82,8 @@ def test_nothing_measured_is_no_number() -> None:
     """Guards: a level of failures prints dashes instead of dividing by zero."""
     assert spread([]) is None
     level = summarise(8, [record(0.0, "x")], Cost(control=None, client=0.0))
-    (_, row) = rows([level])
-    assert row[3:] == ["-"] * 7
+    assert ["TTFT", "-"] in rows([level])
+    assert ["output tokens/s", "0.0"] in rows([level])
 
 
 @keeps_fonts_open

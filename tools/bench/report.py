@@ -4,6 +4,7 @@ import html
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -68,20 +69,18 @@ def write_report(report: Report, base: Path) -> tuple[Path, Path]:
 
 
 def rows(levels: list[LevelSummary]) -> list[list[str]]:
-    """Return the table: header first, one row per level; milliseconds unless said."""
-    header = [
-        *("clients", "requests", "out tok/s", "TTFT p50 / p99", "TPOT p50 / p99"),
-        *("ITL p50 / p99", "queue", "prefill", "hand-over", "CPU us/token"),
-    ]
-    return [header, *(_row(level) for level in levels)]
+    """Return the table: one row per quantity, one column per level, names first."""
+    header = ["clients", *(str(level.concurrency) for level in levels)]
+    body = [[name, *(show(level) for level in levels)] for name, show in _ROWS]
+    return [header, *body]
 
 
 def render_table(report: Report) -> Table:
     """Return the table for the terminal."""
     header, *body = rows(report.levels)
-    table = Table(title=report.title, caption="milliseconds; single values are medians")
-    for name in header:
-        table.add_column(name, justify="right")
+    table = Table(title=report.title, caption="times in ms as p50 / p99")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left")
     for cells in body:
         table.add_row(*cells)
     return table
@@ -117,27 +116,35 @@ def render_html(report: Report) -> str:
     )
 
 
-def _row(level: LevelSummary) -> list[str]:
-    failed = f" ({level.failed} failed)" if level.failed else ""
-    phases = level.phases
-    cpu = level.control_cpu_us
-    return [
-        str(level.concurrency),
-        f"{level.requests}{failed}",
-        f"{level.output_rate:.1f}",
-        _pair(level.ttft),
-        _pair(level.tpot),
-        _pair(level.itl),
-        _median(phases.queue),
-        _median(phases.prefill),
-        _median(phases.hand_over),
-        "-" if cpu is None else f"{cpu:.0f}",
-    ]
-
-
 def _pair(values: Spread | None) -> str:
     return "-" if values is None else f"{values.p50:.1f} / {values.p99:.1f}"
 
 
-def _median(values: Spread | None) -> str:
-    return "-" if values is None else f"{values.p50:.1f}"
+def _requests(level: LevelSummary) -> str:
+    return f"{level.requests} ({level.failed} failed)" if level.failed else str(level.requests)
+
+
+def _control(level: LevelSummary) -> str:
+    return "-" if level.control_cpu_us is None else f"{level.control_cpu_us:.0f}"
+
+
+_ROWS: list[tuple[str, Callable[[LevelSummary], str]]] = [
+    ("requests", _requests),
+    ("prompt tokens, mean", lambda level: f"{level.prompt_tokens:.0f}"),
+    ("requests split", lambda level: f"{100 * level.split_share:.0f} %"),
+    ("output tokens/s", lambda level: f"{level.output_rate:.1f}"),
+    ("requests/s", lambda level: f"{level.request_rate:.2f}"),
+    ("TTFT", lambda level: _pair(level.ttft)),
+    ("  queue", lambda level: _pair(level.phases.queue)),
+    ("  prefill", lambda level: _pair(level.phases.prefill)),
+    ("  transfer to gateway", lambda level: _pair(level.phases.transfer)),
+    ("TPOT", lambda level: _pair(level.tpot)),
+    ("ITL", lambda level: _pair(level.itl)),
+    ("latency", lambda level: _pair(level.latency)),
+    ("KV transfer", lambda level: _pair(level.phases.kv_transfer)),
+    ("first decode step", lambda level: _pair(level.phases.first_step)),
+    ("decode step", lambda level: _pair(level.phases.decode_step)),
+    ("hand-over beside a step", lambda level: _pair(level.phases.hand_over)),
+    ("router+gateway us/token", _control),
+    ("load client CPU", lambda level: f"{100 * level.client_cpu_share:.0f} %"),
+]
