@@ -1,12 +1,15 @@
 """A gateway on a real socket that does what the test says, step by step."""
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
 import msgspec
 import zmq
 
+from diptych import DiptychError
 from diptych.wire import (
     Accepted,
     ClientHello,
@@ -23,6 +26,7 @@ from diptych.wire import (
 )
 
 M = TypeVar("M")
+T = TypeVar("T")
 WAIT = 10.0
 
 
@@ -140,3 +144,18 @@ class ScriptedGateway:
 
 def ipc(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/gw"
+
+
+def beside(call: Callable[[], T], script: Callable[[], object]) -> Future[T]:
+    """Run a blocking call in a thread while the script runs here."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        script()
+        future.exception(WAIT)
+    return future
+
+
+def raised(future: Future[T]) -> DiptychError:
+    error = future.exception(WAIT)
+    assert isinstance(error, DiptychError)
+    return error
