@@ -18,9 +18,10 @@ SEEDS = 1 << 63
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """A validated call of ``endpoint`` (a metrics label). ``prompts`` each run ``n`` times, with seeds ``seed``, ``seed + 1`` …
+    """A validated call.
 
-    ``arrival`` is monotonic, ``ttl`` in seconds. ``samplings`` has one entry per prompt.
+    ``prompts`` each run ``n`` times, with seeds ``seed``, ``seed + 1`` …; ``samplings`` has one
+    entry per prompt. ``arrival`` is monotonic, ``ttl`` in seconds. ``endpoint`` labels metrics.
     """
 
     endpoint: str

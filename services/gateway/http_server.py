@@ -77,8 +77,9 @@ class HttpServer:
         self._loop_task = asyncio.create_task(self._server.main_loop())
 
     async def stop(self) -> None:
-        """Close the listening socket, let answers under way end, then close everything."""
+        """Close the listening socket, let answers under way end, close all. Idempotent."""
         self._server.should_exit = True
-        if self._loop_task is not None:
-            await self._loop_task
+        loop_task, self._loop_task = self._loop_task, None
+        if loop_task is not None:
+            await loop_task
             await self._server.shutdown(sockets=[self._listener])

@@ -93,7 +93,8 @@ class Gateway:
                 ticker.cancel()
 
     async def close(self) -> None:
-        """Close sockets and end the schema checker. Idempotent."""
+        """Stop serving, close sockets, end the schema checker. Idempotent."""
+        await self.http.stop()
         self._undo.close()
         await self.front.grammar.close()
 

@@ -113,27 +113,21 @@ class Rig:
         self._changed = asyncio.Event()
         self._last_dispatch = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.link: RouterLink[FromWorker, ToWorker] = RouterLink(
-            self._context,
-            router_workers_endpoint(load_deployment(config)),
-            FromWorker,
-            self._on_message,
-        )
+        self.link = self._bind()
         self._beats = asyncio.create_task(self._beat())
 
-    def start(self, name: str) -> "subprocess.Popen[bytes]":
+    def start(self, name: str, config: Path | None = None) -> None:
         """Start a worker process; it dies with this test."""
         service = "prefill" if name.startswith("prefill") else "decode"
         self.processes[name] = subprocess.Popen(
             [
                 *(sys.executable, "-m", f"services.{service}"),
-                *("--config", str(self.config), "--name", name, "--die-with-parent"),
+                *("--config", str(config or self.config), "--name", name, "--die-with-parent"),
             ],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
         )
-        return self.processes[name]
 
     async def ready(self, *names: str) -> None:
         """Wait until each of these workers has said hello."""
@@ -167,14 +161,30 @@ class Rig:
             endpoint=hello.kv_endpoint,
         )
 
-    def split(
-        self, work: Request, prefill: str = "prefill-0", decode: str = "decode-0"
-    ) -> tuple[DispatchId, DispatchId]:
+    def split(self, work: Request, prefill: str = "prefill-0") -> tuple[DispatchId, DispatchId]:
         """Dispatch to a pair at the same moment; return (prefill, decode) dispatches."""
         first, second = self.next_dispatch(), self.next_dispatch()
-        self.send(decode, Expect(dispatch=second, request=work, source=self.source(prefill, first)))
-        self.send(prefill, Prefill(dispatch=first, request=work, decode_worker=WorkerId(decode)))
+        source = self.source(prefill, first)
+        self.send("decode-0", Expect(dispatch=second, request=work, source=source))
+        self.send(prefill, self.prefill_message(first, work))
         return first, second
+
+    def prefill_message(self, dispatch: DispatchId, work: Request) -> Prefill:
+        """Return the dispatch of a prefill for decode-0."""
+        return Prefill(dispatch=dispatch, request=work, decode_worker=WorkerId("decode-0"))
+
+    def counter(self, peer: bytes, name: str) -> int:
+        """Return a counter of the last report."""
+        report = self.reports.get(peer)
+        return 0 if report is None else getattr(report.counters, name)
+
+    async def restart(self, incarnation: Incarnation) -> None:
+        """Come back as another life of the router that knows nobody."""
+        self.link.close()
+        self.incarnation = incarnation
+        self.hellos.clear()
+        self.link = self._bind()
+        await asyncio.sleep(0)
 
     async def output(self, dispatch: DispatchId) -> list[int]:
         """Wait for the regular end of a dispatch and return its tokens."""
@@ -226,6 +236,10 @@ class Rig:
             assert code == 0, f"{name} ended with {code}: {errors}"
             assert "Traceback" not in errors, errors
 
+    def _bind(self) -> RouterLink[FromWorker, ToWorker]:
+        endpoint = router_workers_endpoint(load_deployment(self.config))
+        return RouterLink(self._context, endpoint, FromWorker, self._on_message)
+
     def _on_message(self, peer: bytes, message: FromWorker) -> None:
         self.messages.append((peer, message))
         match message:
@@ -240,6 +254,8 @@ class Rig:
                 self.byes.add(peer)
             case _:
                 pass
+        if not isinstance(message, WorkerHello) and all(p != peer for p, _ in self.hellos.values()):
+            self.link.send(peer, RouterBeat(incarnation=self.incarnation))
         self._changed.set()
 
     def _take(self, output: StepOutput) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.sampling.distribution import pick, restrict, weights_of
+from shared.engine.sampling.distribution import cutoff, draw, pick, weights_of
 
 SIZES = (5, 255, 256, 257, 1000, 49_152)
 
@@ -16,10 +16,9 @@ def row_of(seed: int, size: int, scale: float = 3.0) -> Any:
     return np.random.default_rng(seed).normal(0, scale, size).astype(np.float32)
 
 
-def chosen(row: Any, temperature: float, min_p: float, top_k: int, top_p: float, u: float) -> int:
+def kept(row: Any, temperature: float, min_p: float, top_k: int, top_p: float) -> Any:
     weights = weights_of(row, temperature, np.empty_like(row))
-    restrict(weights, min_p, top_k, top_p)
-    return pick(weights, u)
+    return weights * (weights >= cutoff(weights, min_p, top_k, top_p))
 
 
 def reference_weights(row: Any, temperature: float, min_p: float, top_k: int, top_p: float) -> Any:
@@ -59,14 +58,15 @@ def test_same_tokens_stay_and_same_token_is_drawn(
     for seed in range(3):
         row = row_of(seed, size)
         expected = reference_weights(row, temperature, min_p, top_k, top_p)
-        weights = weights_of(row, temperature, np.empty_like(row))
-        restrict(weights, min_p, top_k, top_p)
+        weights = kept(row, temperature, min_p, top_k, top_p)
+        full = weights_of(row, temperature, np.empty_like(row))
         differing = np.flatnonzero((weights > 0) != (expected > 0))
         # float32 may move one token over the border of the mass
         assert differing.size <= (1 if top_p < 1 else 0)
         cdf = np.cumsum(expected) / expected.sum()
         for u in np.random.default_rng(seed).random(20):
-            token = pick(weights, float(u))
+            token = draw(full, min_p, top_k, top_p, float(u))
+            assert token == pick(weights, float(u))
             low = cdf[token - 1] if token else 0.0
             assert weights[token] > 0
             assert low - 1e-5 <= u <= cdf[token] + 1e-5
@@ -76,8 +76,7 @@ def test_ties_stay_together() -> None:
     """bf16 logits tie often; an order among equals would depend on the sort."""
     row = np.array([1, 3, 2, 2, 2, 0], dtype=np.float32)
     for top_k in (2, 3, 4):
-        weights = weights_of(row, 1.0, np.empty_like(row))
-        restrict(weights, 0.0, top_k, 1.0)
+        weights = kept(row, 1.0, 0.0, top_k, 1.0)
         assert np.flatnonzero(weights).tolist() == [1, 2, 3, 4]
 
 
@@ -106,10 +105,10 @@ def test_the_token_drawn_is_never_one_that_was_excluded(
 ) -> None:
     """Rounding at a border must not emit a token of weight zero."""
     row = np.array(logits, dtype=np.float32)
-    weights = weights_of(row, temperature, np.empty_like(row))
-    restrict(weights, min_p, top_k, top_p)
+    weights = kept(row, temperature, min_p, top_k, top_p)
     assert weights[row.argmax()] == 1
-    assert weights[pick(weights, u)] > 0
+    full = weights_of(row, temperature, np.empty_like(row))
+    assert weights[draw(full, min_p, top_k, top_p, u)] > 0
 
 
 def test_frequencies_follow_the_distribution() -> None:
