@@ -118,8 +118,8 @@ def _record(model: HfModel, name: str) -> _Recorder:
             logits_to_keep=torch.tensor([a - 1, a + b - 1]),
             paged_forward=recorder,
         )
-    except TypeError as error:
-        raise UnsupportedModel(f"{name} does not accept a packed batch: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+        raise UnsupportedModel(f"{name} does not accept a packed batch: {error!r}") from error
     expected = list(range(int(text_config(model).num_hidden_layers)))
     if recorder.layers != expected:
         missing = sorted(set(expected) - set(recorder.layers))

@@ -26,7 +26,7 @@ def convert_gguf(file: Path, target: Path) -> None:
     """
     _check_memory(file, _count_parameters(file))
     transformers.utils.logging.disable_progress_bar()
-    source = {"gguf_file": file.name, "local_files_only": True}
+    source = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(transformers|torch|gguf)(\.|$)")

@@ -42,7 +42,9 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
     register()
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(transformers|torch|safetensors)(\.|$)")
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -53,6 +55,7 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
                 experts_implementation="eager",
                 dtype=dtype,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
             )

@@ -4,34 +4,42 @@
 packed pass holds many sequences. They are chosen once, for ``max_model_len``, as vLLM does.
 """
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from shared.errors import UnsupportedModel
 
+_log = logging.getLogger(__name__)
 
-def pin_rope(model: torch.nn.Module, max_model_len: int) -> list[str]:
-    """Freeze every length-dependent rotary embedding; return the rope types that were frozen.
+
+def pin_rope(model: torch.nn.Module, max_model_len: int) -> None:
+    """Freeze every length-dependent rotary embedding, and log that outputs depend on it.
 
     Raises:
         UnsupportedModel: a rotary embedding cannot be frozen.
     """
-    pinned: list[str] = []
+    pinned: set[str] = set()
     for name, module in model.named_modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str) and _depends_on_length(rope_type):
             _run(module, name, max_model_len)
             setattr(module, "rope_type", "default")  # noqa: B010
-            pinned.append(rope_type)
+            pinned.add(rope_type)
         elif isinstance(rope_type, Mapping):
             for layer_type, kind in rope_type.items():
                 if _depends_on_length(kind):
                     _run(module, name, max_model_len, layer_type)
-                    pinned.append(kind)
+                    pinned.add(kind)
             fixed = {t: "default" if _depends_on_length(k) else k for t, k in rope_type.items()}
             setattr(module, "rope_type", fixed)  # noqa: B010
-    return pinned
+    if pinned:
+        _log.warning(
+            "rotary frequencies (%s) are fixed for max_model_len %d",
+            ", ".join(sorted(pinned)),
+            max_model_len,
+        )
 
 
 def _depends_on_length(rope_type: str) -> bool:

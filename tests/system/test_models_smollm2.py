@@ -107,10 +107,11 @@ def test_greedy_equals_generate_token_for_token(
 
 def test_constrained_output_is_json(engine: Engine, tokenizer: Any) -> None:
     """The real tokenizer's pieces straddle JSON's tokens."""
-
-    schema = (
-        '{"type":"object","properties":{"tea":{"type":"string","maxLength":12}},"required":["tea"]}'
-    )
+    schema = {
+        "type": "object",
+        "properties": {"tea": {"type": "string", "maxLength": 12}},
+        "required": ["tea"],
+    }
     sampling = Sampling(
         seed=5,
         max_tokens=60,
@@ -123,6 +124,7 @@ def test_constrained_output_is_json(engine: Engine, tokenizer: Any) -> None:
     start = 0
     while tokens[-1] not in engine.eos_token_ids or len(tokens) == len(ids):
         result = engine.step(StepInput(opened, (), (sequence(3, tokens, start, len(tokens)),)))
+        assert result.failed == ()
         opened, start = (), len(tokens)
         tokens.append(result.sampled[0].token)
         assert len(tokens) < len(ids) + 60

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 Row = NDArray[np.float32]
 
 _SPAN: Final = 256
-_PROBES: Final = (1e-3, 1e-6, 0.0)
-"""Relative weights down to which candidates are looked for; most rows end at the first."""
+_PROBES: Final = (1e-2, 1e-3, 1e-4, 1e-5, 0.0)
+"""Relative weights down to which candidates are looked for; most rows end at the first two."""
 
 
 def weights_of(row: Row, temperature: float, out: Row) -> Row:
@@ -24,39 +24,47 @@ def weights_of(row: Row, temperature: float, out: Row) -> Row:
     return out
 
 
-def restrict(weights: Row, min_p: float, top_k: int, top_p: float) -> None:
-    """Zero, in place, the weights outside min-p, then top-k (0 is off), then top-p of the rest."""
-    bound = np.float32(min_p)
-    if top_k > 0 or top_p < 1.0:
-        bound = _cutoff(weights, min_p, top_k, top_p)
-    if bound > 0:
-        np.multiply(weights, weights >= bound, out=weights)
+def draw(weights: Row, min_p: float, top_k: int, top_p: float, uniform: float) -> int:
+    """Return a token out of what min-p, then top-k (0 is off), then top-p of the rest leave."""
+    bound = cutoff(weights, min_p, top_k, top_p)
+    if bound <= 0:
+        return pick(weights, uniform)
+    kept = np.flatnonzero(weights >= bound)
+    mass = np.cumsum(weights[kept], dtype=np.float64)
+    place = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    return int(kept[min(place, kept.size - 1)])
 
 
-def _cutoff(weights: Row, min_p: float, top_k: int, top_p: float) -> np.float32:
+def cutoff(weights: Row, min_p: float, top_k: int, top_p: float) -> np.float32:
     """Return the smallest weight that stays.
 
     Sorting a whole vocabulary costs milliseconds, so candidates are taken from the top down
     until they are sure to hold the answer.
     """
+    if top_k <= 0 and top_p >= 1.0:
+        return np.float32(min_p)
+    goal = top_p * float(weights.sum(dtype=np.float64)) if top_k <= 0 else 0.0
     for probe in _PROBES:
-        bound = np.float32(max(probe, min_p))
-        best = np.sort(weights[weights >= bound])[::-1]
-        complete = probe <= min_p
-        if top_k > 0:
-            if best.size >= top_k:
-                best = best[: int(np.searchsorted(-best, -best[top_k - 1], side="right"))]
-                complete = True
-            elif not complete:
-                continue
-        if top_p >= 1.0:
-            return np.float32(best[-1])
-        mass = np.cumsum(best, dtype=np.float64)
-        total = mass[-1] if complete else weights.sum(dtype=np.float64)
-        if complete or mass[-1] >= top_p * total:
-            last = int(np.searchsorted(mass, top_p * total, side="left"))
-            return np.float32(best[min(last, best.size - 1)])
+        candidates = weights[weights >= np.float32(max(probe, min_p))]
+        if probe <= min_p or candidates.size >= top_k > 0:
+            return _cutoff_among(candidates, top_k, top_p)
+        if top_k <= 0 and candidates.sum(dtype=np.float64) >= goal:
+            return _smallest_head(np.sort(candidates)[::-1], goal)
     raise AssertionError("the last probe holds every candidate")
+
+
+def _cutoff_among(candidates: Row, top_k: int, top_p: float) -> np.float32:
+    """Return the cutoff where all that top-k may keep is among ``candidates``."""
+    best = np.sort(candidates)[::-1]
+    if 0 < top_k < best.size:
+        best = best[: int(np.searchsorted(-best, -best[top_k - 1], side="right"))]
+    return _smallest_head(best, top_p * float(best.sum(dtype=np.float64)))
+
+
+def _smallest_head(best: Row, goal: float) -> np.float32:
+    """Return the last of the fewest first elements of ``best`` whose sum reaches ``goal``."""
+    count = int(np.searchsorted(np.cumsum(best, dtype=np.float64), goal, side="left"))
+    return np.float32(best[min(count, best.size - 1)])
 
 
 def pick(weights: Row, uniform: float) -> int:

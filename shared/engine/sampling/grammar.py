@@ -80,7 +80,9 @@ class GrammarCompiler:
 
     def _load(self) -> Any:  # noqa: ANN401
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._model_dir, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self._model_dir, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise InvalidRequest(
                 f"this model has no tokenizer, so its output cannot follow a grammar: {error}",

@@ -1,10 +1,15 @@
 """Log probabilities of raw logits: before temperature, penalties, bias, masks and grammar."""
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.sampling.distribution import Row
 from shared.messages.request import TokenLogprob
+
+_DISTANCES: Final = (4.0, 8.0, 16.0, np.inf)
+"""Logits below the best within which the next best are looked for."""
 
 
 class RowLogprobs:
@@ -15,19 +20,24 @@ class RowLogprobs:
         total = np.exp(row - highest).sum(dtype=np.float64)
         self._row = row
         self._norm = float(highest) + float(np.log(total))
-        self._top = tuple((int(t), float(row[t]) - self._norm) for t in _best(row, k))
+        self._top = tuple(
+            (int(t), float(row[t]) - self._norm) for t in _best(row, k, float(highest))
+        )
 
     def of(self, token: int) -> TokenLogprob:
         """Return the log probability of ``token`` together with the best ones."""
         return TokenLogprob(logprob=float(self._row[token]) - self._norm, top=self._top)
 
 
-def _best(row: Row, k: int) -> NDArray[np.int64]:
+def _best(row: Row, k: int, highest: float) -> NDArray[np.int64]:
+    """Return the ``k`` best tokens; only those near the top are sorted."""
     if k <= 0:
         return np.empty(0, dtype=np.int64)
     k = min(k, row.size)
-    bound = np.partition(row, row.size - k)[row.size - k]
-    candidates = np.flatnonzero(row >= bound)
+    for distance in _DISTANCES:
+        candidates = np.flatnonzero(row >= highest - distance)
+        if candidates.size >= k:
+            break
     order = np.argsort(-row[candidates], kind="stable")
     best: NDArray[np.int64] = candidates[order[:k]]
     return best

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.batch import OpenSequence, Sampled
-from shared.engine.sampling.distribution import Row, pick, restrict, weights_of
+from shared.engine.sampling.distribution import Row, draw, weights_of
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.logprobs import RowLogprobs
 from shared.engine.sampling.philox import uniforms
@@ -101,5 +101,4 @@ class Sampler:
         if number is None:
             return int(row.argmax())
         weights = weights_of(row, sampling.temperature, self._scratch)
-        restrict(weights, sampling.min_p, sampling.top_k, sampling.top_p)
-        return pick(weights, number)
+        return draw(weights, sampling.min_p, sampling.top_k, sampling.top_p, number)
