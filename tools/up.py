@@ -1,7 +1,6 @@
 """``diptych up``: check the machine, start a deployment, show it, stop it, leave nothing."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ from shared.config import Deployment, load_deployment
 from shared.errors import DiptychError, ResourceMissing
 from tools.doctor.preflight import prepare_model, require_machine
 from tools.greeting import greet
+from tools.parent import follow_parent
 from tools.supervise.locks import UpLock
 from tools.supervise.logs import refusal, shorten, tail
 from tools.supervise.observe import BecameReady, Ended, Event, Failed, Watch
@@ -30,7 +30,6 @@ _TICK_STARTING = 0.1
 _TICK_RUNNING = 0.5
 _LOG_CHECK = 60.0
 _TAIL_LINES = 20
-_PR_SET_PDEATHSIG = 1
 
 
 class ServiceFailed(DiptychError):
@@ -73,8 +72,8 @@ def up(config: Path, console: Console, *, ready_timeout: float, die_with_parent:
     config = config.absolute()
     deployment = load_deployment(config)
     with _signals(_leave):
-        if die_with_parent:
-            _follow_parent()
+        if die_with_parent and not follow_parent(os.getppid()):
+            return EXIT_FAILED
         lock = claim(deployment, config)
         try:
             require_machine(deployment)
@@ -204,13 +203,6 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 def _leave(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def _follow_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        raise ResourceMissing("the parent process has ended")
 
 
 def _headline(deployment: Deployment) -> str:

@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from shared.config import Deployment, WorkerSection
+from shared.config import Deployment, WorkerSection, parse_address
 from shared.errors import BadConfig, ResourceMissing
 from shared.kv.memory import available_memory
 from shared.runtime import (
@@ -46,12 +46,12 @@ def check_memory(deployment: Deployment, parameters: int) -> str:
 
 def check_port(address: str) -> str:
     """Return the address. Raises ``ResourceMissing`` if ``host:port`` cannot be bound."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise BadConfig(f"`gateway.http` must be HOST:PORT, not {address!r}")
-    host = host.strip("[]")
     try:
-        infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        host, port = parse_address(address)
+    except ValueError as error:
+        raise BadConfig(str(error)) from error
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, place = infos[0]
         with socket.socket(family, kind, proto) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,13 +1,20 @@
 """The checks that must pass before ``diptych up`` starts anything."""
 
+import os
+import subprocess
+import sys
+
 from rich.console import Console
 
 from shared.config import Deployment
+from shared.errors import ResourceMissing
 from shared.known_models import KNOWN_MODELS
 from tools.doctor.deployment import check_endpoints, check_memory, check_port
 from tools.doctor.machine import check_shared_memory
 from tools.doctor.model import inspect_model
 from tools.fetch.fetch import fetch, is_fetched
+
+_CONVERT_TIMEOUT = 1800.0
 
 
 def require_machine(deployment: Deployment) -> None:
@@ -18,7 +25,7 @@ def require_machine(deployment: Deployment) -> None:
 
 
 def prepare_model(deployment: Deployment, console: Console) -> None:
-    """Fetch a known model that is not there, check its files, and that it fits into memory.
+    """Fetch a known model that is not there, check it, its fit into memory, and convert it.
 
     Raises:
         DiptychError: no model, a damaged one, or too little memory.
@@ -28,3 +35,18 @@ def prepare_model(deployment: Deployment, console: Console) -> None:
         fetch(known, console)
     files = inspect_model(deployment.model.path)
     check_memory(deployment, files.parameters)
+    with console.status(f"preparing {deployment.model.path}; the first time takes longer"):
+        _convert(deployment.model.path)
+
+
+def _convert(model: str) -> None:
+    command = [sys.executable, "-P", "-m", "tools.doctor.convert", str(os.getpid()), model]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_CONVERT_TIMEOUT
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ResourceMissing(f"{model} could not be prepared in time") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ResourceMissing(f"{model} cannot be served: {lines[-1].removeprefix('error: ')}")

@@ -5,18 +5,16 @@ standard input as the sign that it lies there.
 """
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
 from supervisor import supervisord
 
+from tools.parent import follow_parent
 from tools.supervise.locks import clean, wait_for_services
 from tools.supervise.plan import RunPaths
 
-_PR_SET_PDEATHSIG = 1
 _KEPT_FD = 3
 """supervisord closes every inherited descriptor from 5 on."""
 
@@ -28,8 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lock-fd", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     given = parser.parse_args(argv)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != given.parent:
+    if not follow_parent(given.parent):
         return
     if given.lock_fd != _KEPT_FD:
         os.dup2(given.lock_fd, _KEPT_FD)
