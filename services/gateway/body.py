@@ -9,6 +9,9 @@ from shared.errors import InvalidRequest, TooLarge
 BODY_TIMEOUT = 60.0
 """Seconds a client may take to send its body."""
 
+DROP_LIMIT = 32 << 20
+"""Bytes beyond the limit that are still received, and dropped, before the answer."""
+
 
 class ClientGone(Exception):
     """The client left before its request was complete."""
@@ -17,16 +20,20 @@ class ClientGone(Exception):
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the body, at most ``limit`` bytes of it.
 
+    The rest of a larger one is dropped as it comes (within bounds), since most clients read
+    no answer before they have sent everything.
+
     Raises:
         InvalidRequest: there is none, or it does not arrive within ``BODY_TIMEOUT``.
-        TooLarge: by the announced length, before anything is read, or by the bytes that came.
+        TooLarge: by the announced length or by the bytes that came.
         ClientGone: the connection ended first.
     """
-    announced = request.headers.get("content-length", "0")
-    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
-        raise _too_large(limit)
+    text = request.headers.get("content-length", "0")
+    announced = int(text[:20]) if text.isascii() and text.isdigit() else 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
+            if announced > limit + DROP_LIMIT or (announced > limit and _waits(request)):
+                raise _too_large(limit)
             body = await _receive_all(request, limit)
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT:g} s") from None
@@ -37,18 +44,28 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 async def _receive_all(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
-    size = 0
-    while True:
+    size, more = 0, True
+    while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
         size += len(part)
+        if size > limit + DROP_LIMIT:
+            break
         if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+            parts.clear()
+        else:
+            parts.append(part)
+    if size > limit:
+        raise _too_large(limit)
+    return b"".join(parts)
+
+
+def _waits(request: Request) -> bool:
+    """The client asks before it sends the body."""
+    return request.headers.get("expect", "").lower() == "100-continue"
 
 
 def _too_large(limit: int) -> TooLarge:

@@ -166,7 +166,11 @@ def test_stop_string_across_tokens_ends_the_work(run_async: RunAsync) -> None:
 
     async def main() -> None:
         async with rig() as r:
-            fields = {"prompt": "Once upon a time", "max_tokens": 200, "stop": ["never", "fox 🦙 ju"]}
+            fields = {
+                "prompt": "Once upon a time",
+                "max_tokens": 200,
+                "stop": ["never", "fox 🦙 ju"],
+            }
             whole = await r.complete(**fields)
             assert whole["choices"][0]["text"] == "The quick brown "
             assert whole["choices"][0]["finish_reason"] == "stop"
