@@ -1,0 +1,155 @@
+"""The two threads of a worker: every order gets exactly one answer, whatever happens in it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shared.engine.batch import StepInput, StepResult
+from shared.errors import NumericalError
+from shared.ids import Incarnation, WorkerId
+from shared.kv.arena import KvArena
+from shared.kv.layout import KvLayout, LayerKv
+from shared.worker.copier import Copier
+from shared.worker.effects import Copy, RunStep
+from shared.worker.events import (
+    Copied,
+    CopyFailed,
+    Event,
+    LayersWritten,
+    SourceKey,
+    SourceLost,
+    StepDone,
+    StepFailed,
+)
+from shared.worker.step_runner import StepRunner
+from tests.conftest import RunAsync
+
+SOURCE = SourceKey(WorkerId("prefill-0"), Incarnation(1))
+LAYOUT = KvLayout(dtype="fp32", block_size=4, layers=(LayerKv(1, 2, 2), LayerKv(1, 2, 2)))
+
+
+class FakeEngine:
+    """Writes seven layers, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def step(self, batch: StepInput, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        if self._error is not None:
+            raise self._error
+        for layer in range(7):
+            if on_layer is not None:
+                on_layer(layer)
+        return StepResult()
+
+
+class Inbox:
+    """Collects events posted onto the loop."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = asyncio.Event()
+
+    def post(self, event: Event) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, count: int) -> list[Event]:
+        while len(self.events) < count:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.events
+
+
+async def run_steps(engine: FakeEngine, announce: bool, count: int) -> list[Event]:
+    inbox = Inbox()
+    with ThreadPoolExecutor(1) as thread:
+        runner = StepRunner(engine, thread, inbox.post, layers=7, notify_layers=3)
+        runner.submit(RunStep(1, StepInput(), announce))
+        return await inbox.until(count)
+
+
+def test_layers_are_told_every_few_and_the_last_ones_by_the_end_of_the_step(
+    run_async: RunAsync,
+) -> None:
+    events = run_async(run_steps(FakeEngine(), True, 3))
+    assert events[:2] == [LayersWritten(1, 3), LayersWritten(1, 6)]
+    assert isinstance(events[2], StepDone)
+
+
+def test_without_a_reader_no_layer_is_told(run_async: RunAsync) -> None:
+    (done,) = run_async(run_steps(FakeEngine(), False, 1))
+    assert isinstance(done, StepDone) and done.step == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("shape"), "internal"), (NumericalError("NaN"), "numerical")]
+)
+def test_an_engine_that_raises_answers_all_the_same(
+    run_async: RunAsync, error: Exception, code: str
+) -> None:
+    """Guards a worker that waits for ever for a step that died."""
+    (failed,) = run_async(run_steps(FakeEngine(error), False, 1))
+    assert isinstance(failed, StepFailed) and failed.error.code == code
+
+
+def job(number: int, source_block: int, generation: int) -> Copy:
+    """Return a copy job of one block, both layers, into block 1."""
+    return Copy(
+        job=number,
+        source=SOURCE,
+        first_layer=0,
+        end_layer=2,
+        source_blocks=(source_block,),
+        generations=(generation,),
+        target_blocks=(1,),  # type: ignore[arg-type]
+    )
+
+
+def test_copies_are_verified_and_every_job_is_answered(run_async: RunAsync) -> None:
+    """Guards reused, missing and unmapped blocks being taken for good ones (32)."""
+    theirs, ours = KvArena.create(LAYOUT, 3), KvArena.create(LAYOUT, 3)
+
+    async def check() -> None:
+        inbox = Inbox()
+        copier = Copier(ours, inbox.post)
+        copier.copy(job(1, 2, 7))
+        copier.map_arena(SOURCE, theirs.descriptor())
+        theirs.generations[2] = 7
+        theirs.k(1)[2] = 5.0
+        copier.copy(job(2, 2, 7))
+        copier.copy(job(3, 2, 6))
+        copier.copy(job(4, 9, 7))
+        copier.unmap(SOURCE)
+        copier.copy(job(5, 2, 7))
+        unmapped, copied, reused, missing, again = await inbox.until(5)
+        copier.close()
+        assert isinstance(copied, Copied) and copied.job == 2
+        assert copied.bytes == LAYOUT.block_bytes
+        assert ours.k(1)[1].eq(5.0).all()
+        failures = [unmapped, reused, missing, again]
+        assert [f.job for f in failures if isinstance(f, CopyFailed)] == [1, 3, 4, 5]
+        assert [f.reused for f in failures if isinstance(f, CopyFailed)] == [0, 1, 0, 0]
+
+    run_async(check())
+    theirs.close()
+    ours.close()
+
+
+def test_an_arena_that_cannot_be_mapped_loses_its_source(run_async: RunAsync) -> None:
+    ours, theirs = KvArena.create(LAYOUT, 3), KvArena.create(LAYOUT, 3)
+    gone = theirs.descriptor()
+    theirs.close()
+
+    async def check() -> None:
+        inbox = Inbox()
+        copier = Copier(ours, inbox.post)
+        copier.map_arena(SOURCE, gone)
+        (lost,) = await inbox.until(1)
+        copier.close()
+        assert isinstance(lost, SourceLost) and lost.error.code == "transfer_failed"
+
+    run_async(check())
+    ours.close()
