@@ -32,6 +32,7 @@ def greet(url: str, deployment: Deployment, timeout: float) -> str:
             "model": model,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "max_tokens": 32,
+            "temperature": 0,
         }
         try:
             answer = client.post("/v1/chat/completions", json=body)

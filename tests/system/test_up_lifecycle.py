@@ -125,6 +125,7 @@ def make_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_prints_each_service_and_a_curl_that_works(up: Up) -> None:
     """Guards: the shown command is one that was tried, and every service gets its line."""
     up.start()
