@@ -132,9 +132,10 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
         loop.add_signal_handler(number, stop.set)
     try:
         await main(stop)
-    finally:
+    finally:  # a second signal while the process winds up must not change its exit code
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _follow_parent(expected: int) -> bool:

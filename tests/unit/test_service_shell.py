@@ -57,6 +57,18 @@ sys.exit(run_service(main, 'x'))
     assert _python(body).returncode == 0
 
 
+def test_a_second_signal_while_the_process_winds_up_changes_nothing() -> None:
+    """Guards the exit code against Ctrl-C followed by the supervisor's SIGTERM."""
+    body = """
+async def main(stop): os.kill(os.getpid(), 15)
+code = run_service(main, 'x')
+os.kill(os.getpid(), 15)
+os.kill(os.getpid(), 2)
+sys.exit(code)
+"""
+    assert _python(body).returncode == 0
+
+
 def test_the_service_is_told_when_its_parent_is_killed() -> None:
     """Guards orphans after ``kill -9`` of the parent."""
     child = (
