@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from shared.config import Deployment, SecuritySection
+from shared.config import Deployment, SecuritySection, parse_address
 from shared.errors import BadConfig
 from shared.runtime import client_endpoint, router_gateways_endpoint, runtime_dir
 
@@ -40,7 +40,10 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
         BadConfig: a malformed address, or one open to other machines without API keys.
     """
     section = deployment.gateway
-    host, port = _address(section.http)
+    try:
+        host, port = parse_address(section.http)
+    except ValueError as error:
+        raise BadConfig(f"`gateway.http`: {error}") from error
     _check_keys(section.api_keys)
     if section.api_keys is None and not _is_loopback(host):
         raise BadConfig(
@@ -64,14 +67,6 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
         silence=deployment.router.worker_timeout,
         drain_timeout=deployment.router.drain_timeout,
     )
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise BadConfig(f"`gateway.http` must be HOST:PORT such as 127.0.0.1:8000, got {text!r}")
-    return host, int(port)
 
 
 def _check_keys(keys: dict[str, str] | None) -> None:

@@ -58,6 +58,7 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             limit_concurrency=max_connections,
             backlog=_BACKLOG,
             timeout_keep_alive=int(KEEP_ALIVE),

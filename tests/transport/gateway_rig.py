@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,6 +56,12 @@ from tests.unit.gateway_model import NAME, load
 
 TEXT = "The quick brown fox 🦙 jumps over the lazy dog. Größe: 4 €. End of line, again and again. "
 MAX_MODEL_LEN = 256
+
+
+def expected(tokens: int) -> str:
+    """Return the text of the script's first tokens."""
+    ids = load().encode(TEXT)
+    return load().decode([ids[i % len(ids)] for i in range(tokens)])
 
 
 class Running:
@@ -229,15 +234,39 @@ def fleet_status() -> FleetStatus:
 
 
 class Rig:
-    """``client`` speaks HTTP to the gateway."""
+    """A gateway that can be replaced, its router, and ``client``, which speaks HTTP to it."""
 
-    def __init__(self, gateway: Gateway, router: ScriptedRouter, directory: Path) -> None:
-        self.gateway = gateway
+    def __init__(self, config: GatewayConfig, router: ScriptedRouter) -> None:
+        self.config = config
         self.router = router
-        self.directory = directory
-        self.url = gateway.http.url
+        self.ready = config.runtime_dir / "gateway.ready"
+
+    async def start(self) -> None:
+        """Start a gateway and wait until the router knows it."""
+        self.gateway = Gateway(self.config, GatewayId("gateway"), load())
+        self.url = self.gateway.http.url
         self.stop = asyncio.Event()
         self.client = httpx.AsyncClient(base_url=self.url, timeout=10.0)
+        self._task = asyncio.create_task(
+            self.gateway.run(ReadyFile(self.config.runtime_dir, "gateway"), self.stop)
+        )
+        await self.gateway.broker.welcomed()
+
+    async def drain(self) -> None:
+        """Stop as SIGTERM does; nothing may stay open."""
+        self.stop.set()
+        await self.client.aclose()
+        await self._task
+        self.gateway.broker.state.check()
+        assert self.gateway.broker.state.num_open == 0
+        assert not self.gateway.broker._listeners
+
+    async def close(self) -> None:
+        """Stop at once, without a word to anybody."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        await self.client.aclose()
+        await self.gateway.close()
 
     async def post(self, path: str, **fields: Any) -> httpx.Response:
         return await self.client.post(f"/v1/{path}", json=fields)
@@ -285,30 +314,13 @@ async def rig(**section: Any) -> AsyncIterator[Rig]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     config = configuration(directory, **section)
     router = ScriptedRouter(context, config.router_endpoint)
-    gateway = Gateway(config, GatewayId("gateway"), load())
-    running = Rig(gateway, router, directory)
-    ready = ReadyFile(directory, "gateway")
-    task = asyncio.create_task(gateway.run(ready, running.stop))
+    running = Rig(config, router)
     try:
-        await gateway.broker.welcomed()
+        await running.start()
         yield running
-        running.stop.set()
-        await running.client.aclose()
-        await task
-        gateway.broker.state.check()
-        assert gateway.broker.state.num_open == 0
-        assert not gateway.broker._listeners
+        await running.drain()
     finally:
-        task.cancel()
-        await asyncio.wait((task,))
-        await running.client.aclose()
-        await gateway.close()
+        await running.close()
         router.close()
         context.term()
         shutil.rmtree(directory)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

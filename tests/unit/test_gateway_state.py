@@ -1,102 +1,43 @@
 """The gateway's state machine: exactly one end per request, every token exactly once."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.gateway.events import (
     Abandon,
     Effect,
     FailAll,
-    Finished,
     FromRouter,
     NewPromptLogprobs,
-    NewTokens,
     Send,
     Stop,
-    Submit,
     Tick,
     Unsent,
 )
 from services.gateway.state import MAX_FAULTS, OUTAGE_LIMIT, SETTLE_TIME, GatewayState
 from shared.errors import ErrorCode, ErrorPayload
-from shared.ids import GatewayId, Incarnation, RequestId, TenantId
+from shared.ids import RequestId
 from shared.messages.gateway_router import (
-    CancelRequest,
     Ended,
     GatewayHello,
-    Generate,
     PromptLogprobs,
     RouterPong,
     RouterWelcome,
-    ToGateway,
-    TokenItem,
-    Tokens,
 )
-from shared.messages.request import Request, Sampling, TokenLogprob
-
-FIRST, SECOND = Incarnation(11), Incarnation(22)
-RID = RequestId("r")
-
-
-def make(max_open: int = 4, welcomed: bool = True) -> GatewayState:
-    state = GatewayState(
-        GatewayId("gateway"),
-        Incarnation(1),
-        max_open=max_open,
-        silence=5.0,
-        max_model_len=100,
-        now=0.0,
-    )
-    if welcomed:
-        state.handle(FromRouter(RouterWelcome(incarnation=FIRST)), 0.0)
-    return state
-
-
-def submit(name: str = "r", max_tokens: int = 8, deadline: float = 100.0) -> Submit:
-    sampling = Sampling(seed=1, max_tokens=max_tokens, stop_token_ids=(2,), prompt_logprobs=0)
-    request = Request(
-        request_id=RequestId(name),
-        tenant=TenantId(""),
-        prompt_ids=(5, 6, 7),
-        sampling=sampling,
-        ttl=deadline,
-    )
-    return Submit(request, deadline)
-
-
-def generated(effects: list[Effect]) -> list[Request]:
-    sent = [e.message for e in effects if isinstance(e, Send)]
-    return [message.request for message in sent if isinstance(message, Generate)]
-
-
-def cancelled(effects: list[Effect]) -> list[str]:
-    sent = [e.message for e in effects if isinstance(e, Send)]
-    return [message.request_id for message in sent if isinstance(message, CancelRequest)]
-
-
-def finished(effects: list[Effect]) -> list[Finished]:
-    return [effect for effect in effects if isinstance(effect, Finished)]
-
-
-def received(effects: list[Effect]) -> list[int]:
-    return [i.token for e in effects if isinstance(e, NewTokens) for i in e.items]
-
-
-def tokens(wire: RequestId, *indices: int) -> FromRouter:
-    return FromRouter(Tokens(items=tuple(TokenItem(wire, i, 10 + i) for i in indices)))
-
-
-def say(state: GatewayState, message: ToGateway, now: float = 1.0) -> list[Effect]:
-    effects = state.handle(FromRouter(message), now)
-    state.check()
-    return effects
-
-
-def started(state: GatewayState, event: Submit | None = None) -> RequestId:
-    (request,) = generated(state.handle(event or submit(), 1.0))
-    return request.request_id
+from shared.messages.request import TokenLogprob
+from tests.unit.gateway_machine import (
+    FIRST,
+    RID,
+    SECOND,
+    cancelled,
+    finished,
+    generated,
+    make,
+    received,
+    say,
+    started,
+    submit,
+    tokens,
+)
 
 
 def test_tokens_are_taken_once_and_in_order() -> None:
@@ -312,112 +253,3 @@ def test_failing_all_gives_each_its_one_end() -> None:
     assert len(finished(state.handle(FailAll(error), 1.0))) == 2
     state.check()
     assert state.num_open == 0
-
-
-class RandomRouter(RuleBasedStateMachine):
-    """Any order of router behaviour: each token once and in order, each request one end."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.now = 0.0
-        self.state = make(max_open=6, welcomed=False)
-        self.sent: dict[RequestId, Request] = {}
-        self.known: dict[RequestId, int] = {}
-        self.router = Incarnation(100)
-        self.output: dict[str, list[int]] = {}
-        self.ends: dict[str, int] = {}
-        self.gone: set[str] = set()
-        self.count = 0
-
-    def take(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, Generate):
-                request = effect.message.request
-                assert request.request_id not in self.sent, "a wire id was used twice"
-                self.sent[request.request_id] = request
-                self.known[request.request_id] = len(request.output_ids)
-            elif isinstance(effect, NewTokens):
-                got = self.output[effect.request_id]
-                for item in effect.items:
-                    assert item.index == len(got), "a token came twice or out of order"
-                    got.append(item.token)
-            elif isinstance(effect, Finished):
-                self.ends[effect.request_id] += 1
-        self.state.check()
-
-    def do(self, event: object) -> None:
-        self.take(self.state.handle(event, self.now))  # type: ignore[arg-type]
-
-    @rule(max_tokens=st.integers(1, 6), life=st.floats(1, 60))
-    def new(self, max_tokens: int, life: float) -> None:
-        if self.state.refusal(1, self.now) is not None:
-            return
-        name = f"r{self.count}"
-        self.count += 1
-        self.output[name], self.ends[name] = [], 0
-        self.do(submit(name, max_tokens, self.now + life))
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), jump=st.integers(0, 1), size=st.integers(1, 3))
-    def some_tokens(self, data: st.DataObject, jump: int, size: int) -> None:
-        wire = data.draw(st.sampled_from(sorted(self.known)))
-        start = max(0, self.known[wire] + jump - data.draw(st.integers(0, 1)))
-        self.known[wire] = start + size
-        self.do(tokens(wire, *range(start, start + size)))
-
-    @precondition(lambda self: self.known)
-    @rule(
-        data=st.data(),
-        how=st.sampled_from(["stop", "length", None, "overloaded", "no_worker", "worker_lost"]),
-        more=st.integers(0, 1),
-    )
-    def ended(self, data: st.DataObject, how: str | None, more: int) -> None:
-        wire = data.draw(st.sampled_from(sorted(self.known)))
-        error = None
-        reason = how if how in ("stop", "length") else None
-        if how is not None and reason is None:
-            error = ErrorPayload(code=how, message="no")  # type: ignore[arg-type]
-        count = self.known[wire] + more
-        message = Ended(request_id=wire, reason=reason, error=error, num_tokens=count)  # type: ignore[arg-type]
-        self.do(FromRouter(message))
-
-    @rule(seconds=st.floats(0.1, 8))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.do(Tick())
-
-    @rule(restarted=st.booleans())
-    def welcome(self, restarted: bool) -> None:
-        self.router = Incarnation(self.router + restarted)
-        self.do(FromRouter(RouterWelcome(incarnation=self.router)))
-
-    @rule(restarted=st.booleans())
-    def pong(self, restarted: bool) -> None:
-        self.do(FromRouter(RouterPong(incarnation=Incarnation(self.router + restarted))))
-
-    @precondition(lambda self: self.ends)
-    @rule(data=st.data(), stop=st.booleans())
-    def leave(self, data: st.DataObject, stop: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.ends)))
-        if not stop and not self.ends[name]:
-            self.gone.add(name)
-        self.do(Stop(RequestId(name)) if stop else Abandon(RequestId(name)))
-
-    @invariant()
-    def at_most_one_end(self) -> None:
-        for name, count in getattr(self, "ends", {}).items():
-            assert count + (name in self.gone) <= 1
-
-    def teardown(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        self.now += 1000.0
-        self.do(Tick())
-        self.do(Tick())
-        for name, count in self.ends.items():
-            assert count + (name in self.gone) == 1, "a request never ended"
-        assert self.state.num_open == 0
-
-
-TestRandomRouter = RandomRouter.TestCase
-TestRandomRouter.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
