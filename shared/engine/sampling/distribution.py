@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Row = NDArray[np.float32]
 
 _SPAN: Final = 256
-_PROBES: Final = (1e-2, 1e-3, 1e-4, 1e-5, 0.0)
+_PROBES: Final = (1e-2, 1e-3, 1e-4, 1e-6, 1e-9, 0.0)
 """Relative weights down to which candidates are looked for; most rows end at the first two."""
 
 
@@ -55,9 +55,10 @@ def cutoff(weights: Row, min_p: float, top_k: int, top_p: float) -> np.float32:
 
 def _cutoff_among(candidates: Row, top_k: int, top_p: float) -> np.float32:
     """Return the cutoff where all that top-k may keep is among ``candidates``."""
+    if 0 < top_k < candidates.size:
+        worst = candidates.size - top_k
+        candidates = candidates[candidates >= np.partition(candidates, worst)[worst]]
     best = np.sort(candidates)[::-1]
-    if 0 < top_k < best.size:
-        best = best[: int(np.searchsorted(-best, -best[top_k - 1], side="right"))]
     return _smallest_head(best, top_p * float(best.sum(dtype=np.float64)))
 
 
