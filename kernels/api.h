@@ -1,0 +1,218 @@
+// Plain data and entry points shared by all translation units. No torch here: the same code is
+// linked into the torch extension and into the stand-alone self test.
+//
+// Vocabulary
+//   token   one row of the packed batch; `tokens` rows belong to `seqs` sequences in order.
+//   slot    block * block_size + offset: one token's place in a KV pool.
+//   tier    one instruction set level; tier.cpp is compiled once per tier (see dispatch.cpp).
+//   crew    the threads that run one call together, all inside the same function.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace diptych {
+
+enum class Store : int { F32 = 0, BF16 = 1, F16 = 2 };  // element type of a tensor in memory
+enum class Kind : int { F32 = 0, BF16 = 1, I8 = 2 };    // arithmetic of a linear layer
+
+inline long store_bytes(Store s) { return s == Store::F32 ? 4 : 2; }
+
+// ---------------------------------------------------------------- threads (team.cpp)
+
+struct alignas(64) Team {
+  alignas(64) int arrived = 0;
+  alignas(64) int round = 0;
+  alignas(64) long counter = 0;
+  int threads = 1;
+};
+
+struct Crew {
+  Team* team;
+  int tid;
+  int threads;
+  long next() const;  // the next unit of work of this phase, over all threads: 0, 1, 2, …
+  void sync() const;  // wait for all threads; makes writes visible, restarts next() at 0
+};
+
+using CrewBody = void (*)(const Crew&, void* context);
+void run_crew(int threads, CrewBody body, void* context);
+
+// ---------------------------------------------------------------- linear layers
+
+// Columns are packed in blocks of 32. One step of a block holds, for each of its 32 columns,
+// the 4 bytes of weights of consecutive inputs (1 fp32, 2 bf16 or 4 int8): 128 bytes. A block
+// is `steps` steps; blocks follow one another. int8 weights are stored as value + 128 (u8).
+constexpr long kBlockCols = 32;
+constexpr long kStepBytes = kBlockCols * 4;
+
+inline long step_inputs(Kind k) { return k == Kind::F32 ? 1 : k == Kind::BF16 ? 2 : 4; }
+inline long steps_of(Kind k, long inputs) {
+  return (inputs + step_inputs(k) - 1) / step_inputs(k);
+}
+// Bytes of one activation row in the arithmetic of `k`: steps of 4 bytes, rounded up to 64.
+inline long row_bytes(Kind k, long inputs) { return (steps_of(k, inputs) * 4 + 63) / 64 * 64; }
+inline long blocks_of(long outputs) { return (outputs + kBlockCols - 1) / kBlockCols; }
+
+struct Linear {
+  Kind kind;
+  long outputs, inputs;
+  const uint8_t* packed;  // [blocks][steps][32][4 bytes]
+  const float* scale;     // int8: [blocks * 32] weight scale per output; else null
+  const float* bias;      // [blocks * 32] or null
+};
+
+// Activations ready for a linear of kind `kind`: int8 symmetric per row, bf16 or fp32.
+// `scale` and `sum` (sum of the row's int8 values) only for int8. Padding is zero.
+struct Rows {
+  Kind kind;
+  uint8_t* data;  // [rows][row_bytes(kind, inputs)]
+  float* scale;
+  float* sum;
+};
+
+// What happens to a tile of results.
+//   Write  out[row][col] = y              Add  out[row][col] += y (out is fp32)
+//   Gate   weights come as 16 gate and 16 up columns per block; out[row][col] of half the
+//          columns = silu(gate) * up
+enum class Finish : int { Write, Add, Gate };
+struct Output {
+  Finish finish;
+  Store store;
+  void* data;
+  long stride;  // elements between rows
+  long cols;    // columns that exist (after halving for Gate)
+};
+
+// ---------------------------------------------------------------- rows
+
+struct Norm {
+  const float* weight;
+  float eps;
+};
+
+struct Matrix {  // fp32, bf16 or fp16 rows with unit stride inside a row
+  Store store;
+  void* data;
+  long stride;  // elements between rows
+};
+
+// ---------------------------------------------------------------- attention
+
+struct Pool {  // one layer's KV: [num_blocks][block_size][kv_heads][dim], contiguous
+  Store store;
+  char* k;
+  char* v;
+  long num_blocks, block_size, kv_heads, k_dim, v_dim;
+};
+
+// Sequence s owns rows query_start[s] … query_start[s + 1]; its last row sees context[s] keys,
+// itself included. tables[s * table_stride + i] is its i-th block.
+struct Batch {
+  long seqs, tokens;
+  const int32_t* tables;
+  long table_stride;
+  const int32_t* query_start;
+  const int32_t* context;
+};
+
+// One piece of attention work, for every KV head. Decode: keys [first, last) of a one-token
+// sequence; `partial` is -1 where this is the whole context, else the index of its partial
+// result. Prefill: query rows [first, last) of the packed batch.
+struct Item {
+  int32_t seq, first, last, partial;
+};
+struct Merge {  // decode sequence `seq` is the sum of `count` partial results from `partial` on
+  int32_t seq, partial, count;
+};
+struct Plan {
+  const Item* decodes;
+  long num_decodes;
+  const Item* prefills;
+  long num_prefills;
+  const Merge* merges;
+  long num_merges;
+  long num_partials;
+};
+
+struct Attention {
+  Pool pool;
+  long heads;
+  const void* q;  // [tokens][heads][k_dim] with strides in elements
+  Store q_store;
+  long q_token, q_head;
+  void* out;  // [tokens][heads][v_dim], contiguous
+  Store out_store;
+  float scaling;
+  float softcap;       // 0: none
+  long window;         // 0: none; else keys > query - window
+  const float* sinks;  // [heads] or null
+};
+
+// ---------------------------------------------------------------- fused decoder layers
+
+struct LayerWeights {
+  Norm attention_norm, mlp_norm;
+  Linear qkv, o, gate_up, down;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;
+  float head_eps;
+  long window;
+};
+
+struct StackShape {
+  long hidden, heads, kv_heads, head_dim, inter, rotary;
+  float scaling;
+};
+
+struct StackCall {
+  StackShape shape;
+  Batch batch;
+  const LayerWeights* layers;  // `count` of each
+  const Pool* pools;
+  const Plan* const* plans;
+  long count;
+  float* x;          // [tokens][hidden], updated in place
+  const float* cos;  // [tokens][rotary / 2]
+  const float* sin;
+  char* scratch;  // stack_scratch bytes, 64-byte aligned
+};
+
+struct HeadCall {  // logits of chosen rows: final norm and output projection
+  const float* x;
+  long hidden;
+  const int64_t* rows;
+  long count;
+  Norm norm;
+  Linear linear;
+  float* logits;  // [count][outputs]
+  char* scratch;
+};
+
+// ---------------------------------------------------------------- what a tier offers
+
+struct Kernels {
+  const char* name;
+  long tile_rows;
+  // Quantise or convert `rows` rows of `in`, after RMS norm where `norm` is given.
+  void (*prepare)(const Crew&, const Matrix& in, long rows, long inputs, const Norm* norm,
+                  const Rows& out);
+  void (*linear)(const Crew&, const Linear&, const Rows&, long rows, const Output&);
+  void (*rms_norm)(const Crew&, const Matrix& in, const Matrix& out, long rows, long width,
+                   const Norm&);
+  void (*silu_mul)(const Crew&, const Matrix& gate, const Matrix& up, const Matrix& out,
+                   long rows, long width);
+  void (*write_kv)(const Crew&, const Pool&, const int64_t* slots, long tokens, const Matrix& k,
+                   long k_head, const Matrix& v, long v_head);
+  void (*attention)(const Crew&, const Attention&, const Batch&, const Plan&, char* scratch);
+  void (*stack)(const Crew&, const StackCall&);
+  void (*head)(const Crew&, const HeadCall&);
+};
+
+const Kernels* best_kernels();                 // chosen once by cpuid
+const Kernels* find_kernels(const char* name); // null where absent or the CPU cannot run it
+long attention_scratch(const Attention&, const Plan&, int threads);
+long stack_scratch(const StackCall&, int threads);
+long head_scratch(const HeadCall&);
+
+}  // namespace diptych

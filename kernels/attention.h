@@ -1,0 +1,51 @@
+// Attention over a packed batch of decodes and prefill chunks.
+#pragma once
+
+#include "attn_prefill.h"
+
+namespace diptych {
+namespace DIPTYCH_TIER {
+
+template <class K, class D>
+inline void attention_as(const Crew& crew, const Attention& a, const Batch& batch, const Plan& plan,
+                         char* scratch) {
+  typedef typename K::Mem M;
+  AttentionSizes sizes = attention_sizes(a.pool, a.heads);
+  char* own = scratch + crew.tid * sizes.thread_bytes;
+  float* partials = reinterpret_cast<float*>(scratch + crew.threads * sizes.thread_bytes);
+  long kv_heads = a.pool.kv_heads;
+  // Prefill items come first and are sorted by size: the small ones fill the gaps at the end.
+  long prefills = plan.num_prefills * kv_heads, all = prefills + plan.num_decodes * kv_heads;
+  for (long unit; (unit = crew.next()) < all;) {
+    if (unit < prefills) {
+      prefill_item<D, M>(a, batch, plan.prefills[unit / kv_heads], unit % kv_heads, sizes, own);
+      continue;
+    }
+    unit -= prefills;
+    decode_item<K>(a, batch, plan.decodes[unit / kv_heads], unit % kv_heads, sizes, own, partials);
+  }
+  crew.sync();
+  if (plan.num_merges == 0) return;
+  for (long unit; (unit = crew.next()) < plan.num_merges * a.heads;)
+    merge_partials(a, batch, plan.merges[unit / a.heads], unit % a.heads, sizes, own, partials);
+  crew.sync();
+}
+
+inline void run_attention(const Crew& crew, const Attention& a, const Batch& batch,
+                          const Plan& plan, char* scratch) {
+  switch (a.pool.store) {
+    case Store::F32:
+      return attention_as<Widened<MemF32>, DotF32>(crew, a, batch, plan, scratch);
+    case Store::F16:
+      return attention_as<Widened<MemF16>, DotF32>(crew, a, batch, plan, scratch);
+    case Store::BF16:
+#if defined(__AVX512BF16__)
+      return attention_as<PairedBF16, DotBF16>(crew, a, batch, plan, scratch);
+#else
+      return attention_as<Widened<MemBF16>, DotF32>(crew, a, batch, plan, scratch);
+#endif
+  }
+}
+
+}  // namespace DIPTYCH_TIER
+}  // namespace diptych

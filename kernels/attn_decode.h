@@ -1,0 +1,264 @@
+// Attention of one-token sequences: all query heads of a KV head share each K and V row. A long
+// context is cut into partitions whose size depends on nothing but that context, so a result
+// does not depend on batch or threads; partial results are merged afterwards.
+#pragma once
+
+#include "attn_sizes.h"
+#include "rows.h"
+
+namespace diptych {
+namespace DIPTYCH_TIER {
+
+constexpr int kHeadsAtOnce = 4;  // query heads per pass over K or V rows
+
+// How a K row is multiplied: as fp32 after widening, or as pairs of bf16 by the CPU's own dot.
+template <class M>
+struct Widened {
+  typedef M Mem;
+  static constexpr Store kQuery = Store::F32;
+  static constexpr long kStep = kLanes;
+  static DIPTYCH_INLINE VF add(VF acc, const char* k, const char* q) {
+    return acc + M::get(k) * load(q);
+  }
+};
+#if defined(__AVX512BF16__)
+struct PairedBF16 {
+  typedef MemBF16 Mem;
+  static constexpr Store kQuery = Store::BF16;
+  static constexpr long kStep = 2 * kLanes;
+  static DIPTYCH_INLINE VF add(VF acc, const char* k, const char* q) {
+    return (VF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)load_raw(k), (__m512bh)load_raw(q));
+  }
+};
+#endif
+
+// Sums of kLanes vectors, as one vector.
+DIPTYCH_INLINE VF sum_each(const VF* v) {
+#if defined(__AVX512F__)
+  __m512 quad[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __m512 a = (__m512)v[4 * i], b = (__m512)v[4 * i + 1];
+    __m512 c = (__m512)v[4 * i + 2], d = (__m512)v[4 * i + 3];
+    __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+    quad[i] = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd);
+  }
+  __m512 low = _mm512_shuffle_f32x4(quad[0], quad[1], 0x88) +
+               _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd);
+  __m512 high = _mm512_shuffle_f32x4(quad[2], quad[3], 0x88) +
+                _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd);
+  return (VF)(_mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd));
+#else
+  VF out;
+  for (int i = 0; i < kLanes; ++i) out[i] = sum_lanes(v[i]);
+  return out;
+#endif
+}
+
+// scores[g * ld + t] = q[g] . key t for n keys; the rest of the last vector is undefined.
+template <class K, int G>
+inline void dot_keys(const char* k, const long* offsets, long n, long dim, const char* q,
+                     long q_stride, float* scores, long ld) {
+  typedef typename K::Mem M;
+  VF parts[G][kLanes];
+  long whole = dim / K::kStep * K::kStep;
+  for (long t = 0; t < n; t += kLanes) {
+    long count = min_of(kLanes, n - t);
+    for (long i = 0; i < count; ++i) {
+      const char* row = k + offsets[t + i] * dim * M::kSize;
+      VF acc[G] = {};
+      for (long d = 0; d < whole; d += K::kStep)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g)
+          acc[g] = K::add(acc[g], row + d * M::kSize, q + g * q_stride + d * store_bytes(K::kQuery));
+      if (whole < dim) {
+        char rest[K::kStep * M::kSize] = {};
+        memcpy(rest, row + whole * M::kSize, size_t((dim - whole) * M::kSize));
+        for (int g = 0; g < G; ++g)
+          acc[g] = K::add(acc[g], rest, q + g * q_stride + whole * store_bytes(K::kQuery));
+      }
+      for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
+    }
+    for (int g = 0; g < G; ++g) {
+      for (long i = count; i < kLanes; ++i) parts[g][i] = VF{};
+      store(scores + g * ld + t, sum_each(parts[g]));
+    }
+  }
+}
+
+// out[g][0 … dim) = sum over keys of weights[g][t] * V row t.
+template <class M, int G>
+inline void sum_values(const char* v, const long* offsets, long n, long dim, const float* weights,
+                       long ld, float* out, long out_stride) {
+  constexpr int kVecs = 4;
+  long d = 0;
+  for (; d + kVecs * kLanes <= dim; d += kVecs * kLanes) {
+    VF acc[G][kVecs] = {};
+    for (long t = 0; t < n; ++t) {
+      const char* row = v + (offsets[t] * dim + d) * M::kSize;
+      VF x[kVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) x[j] = M::get(row + j * kLanes * M::kSize);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        VF w = splat(weights[g * ld + t]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVecs; ++j) acc[g][j] += w * x[j];
+      }
+    }
+    for (int g = 0; g < G; ++g)
+      for (int j = 0; j < kVecs; ++j) store(out + g * out_stride + d + j * kLanes, acc[g][j]);
+  }
+  for (; d < dim; d += kLanes) {
+    VF acc[G] = {};
+    for (long t = 0; t < n; ++t) {
+      VF x = get_any<M>(v + (offsets[t] * dim + d) * M::kSize, dim - d);
+      for (int g = 0; g < G; ++g) acc[g] += splat(weights[g * ld + t]) * x;
+    }
+    for (int g = 0; g < G; ++g) store(out + g * out_stride + d, acc[g]);  // stride is padded
+  }
+}
+
+template <int G>
+struct HeadCount {
+  static constexpr int value = G;
+};
+template <class F>
+DIPTYCH_INLINE void with_heads(long count, F&& f) {
+  if (count >= 4) return f(HeadCount<4>{});
+  if (count == 3) return f(HeadCount<3>{});
+  if (count == 2) return f(HeadCount<2>{});
+  f(HeadCount<1>{});
+}
+
+// Scores in units of log2: what exp2 takes.
+struct ScoreScale {
+  float factor, cap;
+  explicit ScoreScale(const Attention& a)
+      : factor(a.softcap > 0 ? a.scaling / a.softcap : a.scaling * kLog2e),
+        cap(a.softcap > 0 ? a.softcap * kLog2e : 0.0f) {}
+  DIPTYCH_INLINE VF of(VF dot) const {
+    VF x = dot * factor;
+    return cap > 0 ? tanh_of(x) * cap : x;
+  }
+};
+
+constexpr float kNone = -__builtin_inff();
+
+// In place: scores to weights exp2(score - max). Returns max and sum.
+inline void soften(float* scores, long n, const ScoreScale& scale, float* max, float* sum) {
+  VF top = splat(kNone);
+  for (long t = 0; t < n; t += kLanes) {
+    VF x = scale.of(load(scores + t));
+    if (n - t < kLanes) {
+      for (long i = n - t; i < kLanes; ++i) x[i] = kNone;
+    }
+    top = larger(x, top);
+    store(scores + t, x);
+  }
+  float m = max_lanes(top);
+  float base = m == kNone ? 0.0f : m;
+  VF total = {};
+  for (long t = 0; t < n; t += kLanes) {
+    VF w = exp2_of(load(scores + t) - base);
+    total += w;
+    store(scores + t, w);
+  }
+  *max = m;
+  *sum = sum_lanes(total);
+}
+
+DIPTYCH_INLINE float exp2_one(float x) { return exp2_of(splat(x))[0]; }
+
+inline void write_row(const Attention& a, long token, long head, const float* x, float factor) {
+  long dim = a.pool.v_dim;
+  char* out = static_cast<char*>(a.out) +
+              (token * a.heads + head) * dim * store_bytes(a.out_store);
+  with_store(a.out_store, [&](auto mem) {
+    typedef decltype(mem) M;
+    for (long d = 0; d < dim; d += kLanes)
+      put_any<M>(out + d * M::kSize, load(x + d) * factor, dim - d);
+  });
+}
+
+// 1 / (sum of weights), a sink counted in.
+inline float weight_factor(const Attention& a, long head, float max, float sum) {
+  if (a.sinks) sum += exp2_one(a.sinks[head] * kLog2e - max);
+  return 1.0f / sum;
+}
+
+// Query heads [head, head + count) of one token, in the element type keys are multiplied with.
+inline void read_query(const Attention& a, long token, long head, long count, Store store,
+                       char* out, long out_stride) {
+  long size = store_bytes(a.q_store);
+  const char* first = static_cast<const char*>(a.q) + (token * a.q_token + head * a.q_head) * size;
+  for (long g = 0; g < count; ++g) {
+    Matrix one{a.q_store, const_cast<char*>(first) + g * a.q_head * size, 0};
+    memset(out + g * out_stride, 0, size_t(out_stride));
+    write_heads(one, 0, 0, 1, a.pool.k_dim, store, out + g * out_stride);
+  }
+}
+
+template <class K>
+inline void decode_item(const Attention& a, const Batch& batch, const Item& item, long kv_head,
+                        const AttentionSizes& sizes, char* own, float* partials) {
+  typedef typename K::Mem M;
+  const Pool& pool = a.pool;
+  long group = a.heads / pool.kv_heads, n = item.last - item.first;
+  long token = batch.query_start[item.seq], first_head = kv_head * group;
+  char* q = own + sizes.decode_q;
+  long* offsets = reinterpret_cast<long*>(own + sizes.decode_offsets);
+  float* scores = reinterpret_cast<float*>(own + sizes.decode_scores);
+  float* sums = reinterpret_cast<float*>(own + sizes.decode_sums);
+  fill_offsets(pool, batch, item.seq, item.first, item.last, kv_head, offsets);
+  read_query(a, token, first_head, group, K::kQuery, q, sizes.q_stride);
+  ScoreScale scale(a);
+  for (long g = 0; g < group; g += kHeadsAtOnce) {
+    with_heads(group - g, [&](auto count) {
+      constexpr int G = decltype(count)::value;
+      float max[G], sum[G];
+      dot_keys<K, G>(pool.k, offsets, n, pool.k_dim, q + g * sizes.q_stride, sizes.q_stride, scores,
+                     kScoreStride);
+      for (int i = 0; i < G; ++i) soften(scores + i * kScoreStride, n, scale, max + i, sum + i);
+      sum_values<M, G>(pool.v, offsets, n, pool.v_dim, scores, kScoreStride, sums,
+                       sizes.sum_stride);
+      for (int i = 0; i < G; ++i) {
+        long head = first_head + g + i;
+        if (item.partial < 0) {
+          write_row(a, token, head, sums + i * sizes.sum_stride,
+                    weight_factor(a, head, max[i], sum[i]));
+          continue;
+        }
+        float* partial = partials + (item.partial * a.heads + head) * sizes.partial_stride;
+        memcpy(partial, sums + i * sizes.sum_stride, size_t(sizes.sum_stride) * 4);
+        partial[sizes.sum_stride] = max[i];
+        partial[sizes.sum_stride + 1] = sum[i];
+      }
+    });
+  }
+}
+
+inline void merge_partials(const Attention& a, const Batch& batch, const Merge& merge, long head,
+                           const AttentionSizes& sizes, char* own, const float* partials) {
+  float* out = reinterpret_cast<float*>(own + sizes.decode_sums);
+  long step = a.heads * sizes.partial_stride;
+  const float* first = partials + merge.partial * step + head * sizes.partial_stride;
+  float max = kNone, sum = 0.0f;
+  for (long i = 0; i < merge.count; ++i) {
+    float m = first[i * step + sizes.sum_stride];
+    max = m > max ? m : max;
+  }
+  memset(out, 0, size_t(sizes.sum_stride) * 4);
+  for (long i = 0; i < merge.count; ++i) {
+    const float* p = first + i * step;
+    float fade = exp2_one(p[sizes.sum_stride] - max);
+    sum += fade * p[sizes.sum_stride + 1];
+    for (long d = 0; d < sizes.sum_stride; d += kLanes)
+      store(out + d, load(out + d) + load(p + d) * fade);
+  }
+  write_row(a, batch.query_start[merge.seq], head, out, weight_factor(a, head, max, sum));
+}
+
+}  // namespace DIPTYCH_TIER
+}  // namespace diptych

@@ -1,0 +1,153 @@
+// A run of Llama-family decoder layers without leaving the crew: norm, qkv, (q/k norm), rotary,
+// KV write, attention, output projection, residual, norm, SwiGLU, residual. The residual stream
+// stays fp32. Row work goes through chunks of kChunkRows so that scratch does not grow with the
+// step beyond queries and attention results.
+#pragma once
+
+#include "attention.h"
+#include "layer_sizes.h"
+#include "linear.h"
+
+namespace diptych {
+namespace DIPTYCH_TIER {
+
+// In place: RMS norm over one head where a weight is given.
+DIPTYCH_INLINE void norm_head(float* x, long dim, const float* weight, float eps) {
+  if (!weight) return;
+  char* p = reinterpret_cast<char*>(x);
+  float factor = norm_factor<MemF32>(p, dim, eps);
+  for (long i = 0; i < dim; i += kLanes) {
+    VF w = get_any<MemF32>(reinterpret_cast<const char*>(weight + i), dim - i);
+    put_any<MemF32>(p + i * 4, get_any<MemF32>(p + i * 4, dim - i) * factor * w, dim - i);
+  }
+}
+
+// In place: rotate the first `rotary` elements, element i with element i + rotary / 2.
+DIPTYCH_INLINE void rotate_head(float* x, long rotary, const float* cos, const float* sin) {
+  long half = rotary / 2, i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    VF a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+struct StackRun {
+  const StackCall& call;
+  StackSizes sizes;
+  float *qkv, *inner, *q, *attended;
+  char* attention;
+
+  StackRun(const StackCall& c, int threads) : call(c), sizes(stack_sizes(c, threads)) {
+    qkv = reinterpret_cast<float*>(c.scratch + sizes.qkv);
+    inner = reinterpret_cast<float*>(c.scratch + sizes.inner);
+    q = reinterpret_cast<float*>(c.scratch + sizes.q);
+    attended = reinterpret_cast<float*>(c.scratch + sizes.attended);
+    attention = c.scratch + sizes.attention;
+  }
+  Rows rows_for(Kind kind) const {
+    return Rows{kind, reinterpret_cast<uint8_t*>(call.scratch + sizes.rows),
+                reinterpret_cast<float*>(call.scratch + sizes.row_scale),
+                reinterpret_cast<float*>(call.scratch + sizes.row_sum)};
+  }
+};
+
+// Sequence and position of a packed row.
+struct Place {
+  long seq, position;
+};
+inline Place place_of(const Batch& batch, long row) {
+  long low = 0, high = batch.seqs - 1;
+  while (low < high) {  // the last sequence that starts at or before `row`
+    long middle = (low + high + 1) / 2;
+    if (batch.query_start[middle] <= row)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return {low, batch.context[low] - (batch.query_start[low + 1] - row)};
+}
+
+// From projected q, k, v of one row: queries to scratch, keys and values to the pool.
+inline void place_row(const StackRun& run, const LayerWeights& w, const Pool& pool, long row,
+                      float* qkv) {
+  const StackShape& shape = run.call.shape;
+  const Batch& batch = run.call.batch;
+  long dim = shape.head_dim, heads = shape.heads, kv_heads = shape.kv_heads;
+  const float* cos = run.call.cos + row * (shape.rotary / 2);
+  const float* sin = run.call.sin + row * (shape.rotary / 2);
+  for (long h = 0; h < heads + kv_heads; ++h) {
+    norm_head(qkv + h * dim, dim, h < heads ? w.q_norm : w.k_norm, w.head_eps);
+    rotate_head(qkv + h * dim, shape.rotary, cos, sin);
+  }
+  memcpy(run.q + row * heads * dim, qkv, size_t(heads * dim) * 4);
+  Place at = place_of(batch, row);
+  long block = batch.tables[at.seq * batch.table_stride + at.position / pool.block_size];
+  long slot = block * pool.block_size + at.position % pool.block_size;
+  long offset = slot * kv_heads * dim * store_bytes(pool.store);
+  Matrix k{Store::F32, qkv + heads * dim, 0}, v{Store::F32, qkv + (heads + kv_heads) * dim, 0};
+  write_heads(k, 0, dim, kv_heads, dim, pool.store, pool.k + offset);
+  write_heads(v, 0, dim, kv_heads, dim, pool.store, pool.v + offset);
+}
+
+inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights& w,
+                      const Pool& pool, const Plan& plan) {
+  const StackCall& call = run.call;
+  const StackShape& s = call.shape;
+  long tokens = call.batch.tokens, width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+  long q_width = s.heads * s.head_dim;
+  Rows rows = run.rows_for(w.qkv.kind);
+  for (long first = 0; first < tokens; first += kChunkRows) {
+    long count = min_of(kChunkRows, tokens - first);
+    Matrix x{Store::F32, call.x + first * s.hidden, s.hidden};
+    run_prepare(crew, x, count, s.hidden, &w.attention_norm, rows);
+    run_linear(crew, w.qkv, rows, count,
+               Output{Finish::Write, Store::F32, run.qkv, width, width});
+    each_row(crew, count,
+             [&](long row) { place_row(run, w, pool, first + row, run.qkv + row * width); });
+  }
+  Attention a{pool,         s.heads,      run.q, Store::F32, q_width,  s.head_dim,
+              run.attended, Store::F32,   s.scaling, 0.0f,   w.window, nullptr};
+  run_attention(crew, a, call.batch, plan, run.attention);
+  for (long first = 0; first < tokens; first += kChunkRows) {
+    long count = min_of(kChunkRows, tokens - first);
+    float* x = call.x + first * s.hidden;
+    Output residual{Finish::Add, Store::F32, x, s.hidden, s.hidden};
+    Matrix attended{Store::F32, run.attended + first * q_width, q_width};
+    run_prepare(crew, attended, count, q_width, nullptr, rows);
+    run_linear(crew, w.o, rows, count, residual);
+    run_prepare(crew, Matrix{Store::F32, x, s.hidden}, count, s.hidden, &w.mlp_norm, rows);
+    run_linear(crew, w.gate_up, rows, count,
+               Output{Finish::Gate, Store::F32, run.inner, s.inter, s.inter});
+    run_prepare(crew, Matrix{Store::F32, run.inner, s.inter}, count, s.inter, nullptr, rows);
+    run_linear(crew, w.down, rows, count, residual);
+  }
+}
+
+inline void run_stack(const Crew& crew, const StackCall& call) {
+  StackRun run(call, crew.threads);
+  for (long i = 0; i < call.count; ++i)
+    run_layer(crew, run, call.layers[i], call.pools[i], *call.plans[i]);
+}
+
+inline void run_head(const Crew& crew, const HeadCall& call) {
+  HeadSizes sizes = head_sizes(call);
+  Rows rows{call.linear.kind, reinterpret_cast<uint8_t*>(call.scratch + sizes.rows),
+            reinterpret_cast<float*>(call.scratch + sizes.row_scale),
+            reinterpret_cast<float*>(call.scratch + sizes.row_sum)};
+  each_row(crew, call.count, [&](long row) {
+    const char* x = reinterpret_cast<const char*>(call.x + call.rows[row] * call.hidden);
+    prepare_row<MemF32>(x, call.hidden, &call.norm, rows, row);
+  });
+  run_linear(crew, call.linear, rows, call.count,
+             Output{Finish::Write, Store::F32, call.logits, call.linear.outputs,
+                    call.linear.outputs});
+}
+
+}  // namespace DIPTYCH_TIER
+}  // namespace diptych

@@ -1,0 +1,60 @@
+// Scratch memory of the fused layers and of the head. `static` on purpose: see simd.h.
+#pragma once
+
+#include "attn_sizes.h"
+
+namespace diptych {
+
+constexpr long kChunkRows = 512;
+
+struct StackSizes {  // offsets in bytes
+  long qkv, inner, q, attended, rows, row_scale, row_sum, attention, total;
+};
+
+static inline long largest_partials(const StackCall& call) {
+  long most = 0;
+  for (long i = 0; i < call.count; ++i)
+    if (call.plans[i]->num_partials > most) most = call.plans[i]->num_partials;
+  return most;
+}
+
+static inline StackSizes stack_sizes(const StackCall& call, int threads) {
+  const StackShape& s = call.shape;
+  StackSizes z = {};
+  long tokens = call.batch.tokens, chunk = tokens < kChunkRows ? tokens : kChunkRows;
+  long end = 0;
+  auto take = [&end](long bytes) {
+    long at = end;
+    end = round_up(end + bytes, 64);
+    return at;
+  };
+  long q_width = s.heads * s.head_dim;
+  long widest = s.hidden > s.inter ? s.hidden : s.inter;
+  if (q_width > widest) widest = q_width;
+  z.qkv = take(chunk * (q_width + 2 * s.kv_heads * s.head_dim) * 4);
+  z.inner = take(chunk * s.inter * 4);
+  z.q = take(tokens * q_width * 4);
+  z.attended = take(tokens * q_width * 4);
+  z.rows = take(chunk * row_bytes(Kind::F32, widest));
+  z.row_scale = take(chunk * 4);
+  z.row_sum = take(chunk * 4);
+  AttentionSizes a = attention_sizes(call.pools[0], s.heads);
+  z.attention = take(threads * a.thread_bytes +
+                     largest_partials(call) * s.heads * a.partial_stride * 4);
+  z.total = end;
+  return z;
+}
+
+struct HeadSizes {
+  long rows, row_scale, row_sum, total;
+};
+
+static inline HeadSizes head_sizes(const HeadCall& call) {
+  HeadSizes z = {};
+  z.row_scale = round_up(call.count * row_bytes(call.linear.kind, call.hidden), 64);
+  z.row_sum = z.row_scale + round_up(call.count * 4, 64);
+  z.total = z.row_sum + round_up(call.count * 4, 64);
+  return z;
+}
+
+}  // namespace diptych

@@ -1,0 +1,116 @@
+#include "plan.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "attn_sizes.h"
+
+namespace diptych {
+
+StepPlan::StepPlan(const Batch& batch, long group, long window) {
+  for (long s = 0; s < batch.seqs; ++s) {
+    long first = batch.query_start[s], last = batch.query_start[s + 1];
+    long context = batch.context[s];
+    if (last - first != 1) {
+      long step = prefill_tokens(group);
+      for (long t = first; t < last; t += step)
+        prefills.push_back({int32_t(s), int32_t(t), int32_t(std::min(t + step, last)), -1});
+      continue;
+    }
+    long low = window > 0 ? std::max(0L, context - window) : 0;
+    long step = context - low <= kShortContext ? kShortPartition : kPartition;
+    long parts = (context - low + step - 1) / step;
+    if (parts > 1) merges.push_back({int32_t(s), int32_t(partials), int32_t(parts)});
+    for (long i = 0; i < parts; ++i) {
+      long key = low + i * step;
+      decodes.push_back({int32_t(s), int32_t(key), int32_t(std::min(key + step, context)),
+                         parts > 1 ? int32_t(partials++) : -1});
+    }
+  }
+  auto keys = [&](const Item& item) {  // visible to the last row: what an item costs
+    long seen = batch.context[item.seq] - (batch.query_start[item.seq + 1] - item.last);
+    return window > 0 ? std::min(seen, window + (item.last - item.first)) : seen;
+  };
+  std::stable_sort(prefills.begin(), prefills.end(),
+                   [&](const Item& a, const Item& b) { return keys(a) > keys(b); });
+}
+
+Plan StepPlan::view() const {
+  return Plan{decodes.data(), long(decodes.size()), prefills.data(), long(prefills.size()),
+              merges.data(),  long(merges.size()),  partials};
+}
+
+const char* batch_problem(const Batch& batch, long num_blocks, long block_size) {
+  if (batch.seqs < 1) return "no sequence";
+  if (batch.query_start[0] != 0) return "query_start does not begin with 0";
+  if (batch.query_start[batch.seqs] != batch.tokens)
+    return "query_start does not end with the number of rows";
+  for (long s = 0; s < batch.seqs; ++s) {
+    long queries = long(batch.query_start[s + 1]) - batch.query_start[s];
+    long context = batch.context[s];
+    if (queries < 1) return "a sequence without rows";
+    if (context < queries) return "a context shorter than its rows";
+    long blocks = (context + block_size - 1) / block_size;
+    if (blocks > batch.table_stride) return "a block table shorter than its context";
+    const int32_t* table = batch.tables + s * batch.table_stride;
+    for (long i = 0; i < blocks; ++i)
+      if (table[i] < 0 || table[i] >= num_blocks) return "a block outside the pool";
+  }
+  return nullptr;
+}
+
+long packed_bytes(Kind kind, long outputs, long inputs) {
+  return blocks_of(outputs) * steps_of(kind, inputs) * kStepBytes;
+}
+
+namespace {
+
+uint16_t to_bf16(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// One output's weights into its column: `to` is the column's 4 bytes of step 0.
+void pack_column(Kind kind, const float* w, long inputs, uint8_t* to, float* scale) {
+  long per = step_inputs(kind), steps = steps_of(kind, inputs);
+  float inverse = 0;
+  if (kind == Kind::I8) {
+    float most = 0;
+    for (long i = 0; i < inputs; ++i) most = std::max(most, fabsf(w[i]));
+    *scale = most / 127.0f;
+    inverse = most > 0 ? 127.0f / most : 0.0f;
+  }
+  for (long s = 0; s < steps; ++s, to += kStepBytes) {
+    for (long j = 0; j < per; ++j) {
+      float x = s * per + j < inputs ? w[s * per + j] : 0.0f;
+      if (kind == Kind::F32) memcpy(to, &x, 4);
+      if (kind == Kind::BF16) {
+        uint16_t h = to_bf16(x);
+        memcpy(to + j * 2, &h, 2);
+      }
+      if (kind == Kind::I8)
+        to[j] = uint8_t(128 + std::clamp(lrintf(x * inverse), -127L, 127L));
+    }
+  }
+}
+
+}  // namespace
+
+void pack_weights(Kind kind, const float* weight, const float* up, long outputs, long inputs,
+                  uint8_t* packed, float* scale) {
+  long steps = steps_of(kind, inputs), total = up ? 2 * outputs : outputs;
+  memset(packed, kind == Kind::I8 ? 128 : 0, size_t(packed_bytes(kind, total, inputs)));
+  float unused;
+  for (long n = 0; n < outputs; ++n) {
+    long col = up ? n / 16 * 32 + n % 16 : n;
+    uint8_t* to = packed + col / 32 * steps * kStepBytes + col % 32 * 4;
+    pack_column(kind, weight + n * inputs, inputs, to, scale ? scale + col : &unused);
+    if (up) pack_column(kind, up + n * inputs, inputs, to + 64, scale ? scale + col + 16 : &unused);
+  }
+}
+
+}  // namespace diptych

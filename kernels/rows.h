@@ -1,0 +1,197 @@
+// Work on single rows: RMS norm, conversion and quantisation, SwiGLU, writing K and V.
+#pragma once
+
+#include "simd.h"
+
+namespace diptych {
+namespace DIPTYCH_TIER {
+
+template <class M>
+DIPTYCH_INLINE VF get_any(const char* p, long left) {
+  return left >= kLanes ? M::get(p) : get_part<M>(p, left);
+}
+template <class M>
+DIPTYCH_INLINE void put_any(char* p, VF x, long left) {
+  if (left >= kLanes) return M::put(p, x);
+  put_part<M>(p, x, left);
+}
+
+// The factor of an RMS norm over `width` elements.
+template <class M>
+DIPTYCH_INLINE float norm_factor(const char* in, long width, float eps) {
+  VF squares = {};
+  for (long i = 0; i < width; i += kLanes) {
+    VF x = get_any<M>(in + i * M::kSize, width - i);
+    squares += x * x;
+  }
+  return 1.0f / __builtin_sqrtf(sum_lanes(squares) / float(width) + eps);
+}
+
+struct Scaled {  // reads a row, normed where a weight is given
+  const float* weight;
+  float factor;
+  template <class M>
+  DIPTYCH_INLINE VF get(const char* in, long i, long width) const {
+    VF x = get_any<M>(in + i * M::kSize, width - i);
+    return weight ? x * factor * get_any<MemF32>(reinterpret_cast<const char*>(weight + i), width - i)
+                  : x;
+  }
+};
+
+// Quantise one row to int8: scale = largest magnitude / 127. A NaN or infinity anywhere makes
+// the row's scale NaN, and so its results, without touching other rows.
+template <class M>
+DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scaled, int8_t* out,
+                                 long out_bytes, float* out_scale, float* out_sum) {
+  VF largest = {}, poison = {};
+  for (long i = 0; i < width; i += kLanes) {
+    VF x = scaled.get<M>(in, i, width);
+    largest = larger(absolute(x), largest);
+    poison += x * 0.0f;
+  }
+  float scale = max_lanes(largest) / 127.0f;
+  float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  if (!(inverse < 3e38f)) inverse = 0.0f;  // only subnormal values: they round to zero
+  VI sum = {};
+  for (long i = 0; i < width; i += kLanes) {
+    VF x = scaled.get<M>(in, i, width) * inverse;
+    VI q = (VI)(x + 12582912.0f) - 0x4b400000;  // rounds to nearest even
+    q = q > 127 ? VI{} + 127 : q;
+    q = q < -127 ? VI{} - 127 : q;
+    sum += q;
+    long left = min_of(kLanes, out_bytes - i);
+#if defined(__AVX512F__)
+    __m128i bytes = _mm512_cvtepi32_epi8((__m512i)q);
+    if (left == kLanes) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bytes);
+      continue;
+    }
+    alignas(16) int8_t lanes[16];
+    _mm_store_si128(reinterpret_cast<__m128i*>(lanes), bytes);
+    memcpy(out + i, lanes, size_t(left));
+#else
+    for (long j = 0; j < left; ++j) out[i + j] = int8_t(q[j]);
+#endif
+  }
+  long written = (width + kLanes - 1) / kLanes * kLanes;
+  if (written < out_bytes) memset(out + written, 0, size_t(out_bytes - written));
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += sum[i];
+  *out_scale = scale + sum_lanes(poison);
+  *out_sum = float(total);
+}
+
+template <class M>
+DIPTYCH_INLINE void prepare_row(const char* in, long width, const Norm* norm, const Rows& out,
+                                long row) {
+  Scaled scaled{nullptr, 1.0f};
+  if (norm) scaled = Scaled{norm->weight, norm_factor<M>(in, width, norm->eps)};
+  long bytes = row_bytes(out.kind, width);
+  char* p = reinterpret_cast<char*>(out.data) + row * bytes;
+  if (out.kind == Kind::I8) {
+    return quantise_row<M>(in, width, scaled, reinterpret_cast<int8_t*>(p), bytes, out.scale + row,
+                           out.sum + row);
+  }
+  long size = out.kind == Kind::F32 ? 4 : 2;
+  memset(p + bytes - 64, 0, 64);  // the padding lies in the last 64 bytes
+  for (long i = 0; i < width; i += kLanes) {
+    VF x = scaled.get<M>(in, i, width);
+    if (out.kind == Kind::F32)
+      put_any<MemF32>(p + i * size, x, width - i);
+    else
+      put_any<MemBF16>(p + i * size, x, width - i);
+  }
+}
+
+constexpr long kRowsAtOnce = 4;  // rows handed out per unit of row work
+
+template <class F>
+DIPTYCH_INLINE void each_row(const Crew& crew, long rows, F&& f) {
+  long step = rows >= 16 * crew.threads ? kRowsAtOnce : 1;
+  for (long unit; (unit = crew.next()) * step < rows;) {
+    long last = min_of(rows, (unit + 1) * step);
+    for (long row = unit * step; row < last; ++row) f(row);
+  }
+  crew.sync();
+}
+
+inline const char* row_of(const Matrix& m, long row) {
+  return static_cast<const char*>(m.data) + row * m.stride * store_bytes(m.store);
+}
+inline char* row_to(const Matrix& m, long row) {
+  return static_cast<char*>(m.data) + row * m.stride * store_bytes(m.store);
+}
+
+inline void run_prepare(const Crew& crew, const Matrix& in, long rows, long inputs,
+                        const Norm* norm, const Rows& out) {
+  with_store(in.store, [&](auto mem) {
+    typedef decltype(mem) M;
+    each_row(crew, rows, [&](long row) { prepare_row<M>(row_of(in, row), inputs, norm, out, row); });
+  });
+}
+
+inline void run_rms_norm(const Crew& crew, const Matrix& in, const Matrix& out, long rows,
+                         long width, const Norm& norm) {
+  with_store(in.store, [&](auto from) {
+    typedef decltype(from) M;
+    each_row(crew, rows, [&](long row) {
+      const char* x = row_of(in, row);
+      Scaled scaled{norm.weight, norm_factor<M>(x, width, norm.eps)};
+      with_store(out.store, [&](auto to) {
+        typedef decltype(to) W;
+        for (long i = 0; i < width; i += kLanes)
+          put_any<W>(row_to(out, row) + i * W::kSize, scaled.get<M>(x, i, width), width - i);
+      });
+    });
+  });
+}
+
+inline void run_silu_mul(const Crew& crew, const Matrix& gate, const Matrix& up, const Matrix& out,
+                         long rows, long width) {
+  with_store(gate.store, [&](auto mem) {
+    typedef decltype(mem) M;
+    each_row(crew, rows, [&](long row) {
+      for (long i = 0; i < width; i += kLanes) {
+        VF g = get_any<M>(row_of(gate, row) + i * M::kSize, width - i);
+        VF u = get_any<M>(row_of(up, row) + i * M::kSize, width - i);
+        put_any<M>(row_to(out, row) + i * M::kSize, silu(g) * u, width - i);
+      }
+    });
+  });
+}
+
+// Copy one token's heads into its slot, converting the element type where it differs.
+inline void write_heads(const Matrix& in, long row, long head_stride, long heads, long dim,
+                        Store store, char* out) {
+  long size = store_bytes(in.store), out_size = store_bytes(store);
+  for (long h = 0; h < heads; ++h, out += dim * out_size) {
+    const char* from = row_of(in, row) + h * head_stride * size;
+    if (in.store == store) {
+      memcpy(out, from, size_t(dim * size));
+      continue;
+    }
+    with_store(in.store, [&](auto source) {
+      typedef decltype(source) M;
+      with_store(store, [&](auto target) {
+        typedef decltype(target) W;
+        for (long i = 0; i < dim; i += kLanes)
+          put_any<W>(out + i * out_size, get_any<M>(from + i * size, dim - i), dim - i);
+      });
+    });
+  }
+}
+
+inline void run_write_kv(const Crew& crew, const Pool& pool, const int64_t* slots, long tokens,
+                         const Matrix& k, long k_head, const Matrix& v, long v_head) {
+  long size = store_bytes(pool.store);
+  each_row(crew, tokens, [&](long row) {
+    long first = slots[row] * pool.kv_heads;
+    write_heads(k, row, k_head, pool.kv_heads, pool.k_dim, pool.store,
+                pool.k + first * pool.k_dim * size);
+    write_heads(v, row, v_head, pool.kv_heads, pool.v_dim, pool.store,
+                pool.v + first * pool.v_dim * size);
+  });
+}
+
+}  // namespace DIPTYCH_TIER
+}  // namespace diptych

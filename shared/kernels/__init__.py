@@ -1,0 +1,1 @@
+"""Compute kernels: native operators built from ``kernels/*.cpp``, and the same in plain torch."""

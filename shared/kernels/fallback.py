@@ -1,0 +1,134 @@
+"""The kernels in plain torch: what runs where nothing can be compiled, and what tests compare.
+
+Same arguments and results as the native operators, except that weights are not packed.
+"""
+
+import torch
+from torch.nn import functional
+
+from shared.kernels.types import AttentionBatch, LinearKind
+
+_ROWS_AT_ONCE = 256
+"""Query rows whose scores are held at a time."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    batch: AttentionBatch,
+    scaling: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend q [rows, heads, k_dim]; returns [rows, heads, v_dim] in the dtype of ``q``."""
+    block_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
+    out = q.new_empty((q.shape[0], q.shape[1], v_pool.shape[3]))
+    group = q.shape[1] // kv_heads
+    starts, contexts = batch.query_start.tolist(), batch.context.tolist()
+    for sequence, context in enumerate(contexts):
+        first, last = starts[sequence], starts[sequence + 1]
+        start = context - (last - first)
+        low = max(0, start - window + 1) if window else 0
+        slots = _slots(batch.tables[sequence], low, context, block_size)
+        k = k_pool.flatten(0, 1)[slots].float().permute(1, 2, 0)
+        v = v_pool.flatten(0, 1)[slots].float().transpose(0, 1)
+        keys = torch.arange(low, context)
+        for row in range(first, last, _ROWS_AT_ONCE):
+            end = min(row + _ROWS_AT_ONCE, last)
+            position = torch.arange(start + row - first, start + end - first)
+            hidden = keys[None] > position[:, None]
+            if window:
+                hidden |= keys[None] <= position[:, None] - window
+            grouped = q[row:end].float().transpose(0, 1).reshape(kv_heads, group, end - row, -1)
+            scores = torch.matmul(grouped, k[:, None]) * scaling
+            weights = _softmax(scores, hidden, softcap, sinks)
+            attended = torch.matmul(weights, v[:, None]).flatten(0, 1)
+            out[row:end] = attended.transpose(0, 1).to(out.dtype)
+    return out
+
+
+def _slots(table: torch.Tensor, low: int, high: int, block_size: int) -> torch.Tensor:
+    positions = torch.arange(low, high)
+    return table[positions // block_size].long() * block_size + positions % block_size
+
+
+def _softmax(
+    scores: torch.Tensor, hidden: torch.Tensor, softcap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Weights of scores [kv heads, group, rows, keys]; a sink counts and is dropped."""
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.float().view(scores.shape[0], scores.shape[1], 1, 1)
+    column = column.expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+
+
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Store k, v [rows, kv heads, dim] in ``slots`` [rows] of the pools."""
+    k_pool.flatten(0, 1).index_copy_(0, slots, k.to(k_pool.dtype))
+    v_pool.flatten(0, 1).index_copy_(0, slots, v.to(v_pool.dtype))
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 rows and their fp32 scales [rows, 1]; a row with NaN or Inf gets scale NaN."""
+    x = x.float()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    inverse = torch.where(largest > 0, 127 / largest, 0.0)
+    return (x * inverse).round().clamp(-127, 127).nan_to_num().to(torch.int8), scale
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: LinearKind,
+) -> torch.Tensor:
+    """Multiply x [rows, inputs] with weight [outputs, inputs]; fp32 [rows, outputs]."""
+    if kind == "int8":
+        assert scale is not None
+        rows, row_scale = quantise_rows(x)
+        y = torch._int_mm(rows, weight.t()).float() * (row_scale * scale)
+    else:
+        y = functional.linear(x.to(weight.dtype), weight).float()
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return ``x / rms(x) * weight`` over the last axis, computed in fp32."""
+    wide = x.float()
+    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * factor * weight).to(x.dtype)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up``, computed in fp32."""
+    return (functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def rotary_table(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin [rows, frequencies] of ``positions`` [rows]."""
+    angle = positions[:, None].float() * frequencies
+    return angle.cos() * factor, angle.sin() * factor
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` elements of x [rows, heads, dim], halves paired."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

@@ -1,0 +1,103 @@
+"""Fused decoder layers of the Llama family: one native call runs any number of layers.
+
+``LlamaStack`` takes the weights of a transformers model (Llama, Mistral, Qwen2, Qwen3) and
+replaces its whole forward pass but the embedding. The residual stream is fp32; linear layers
+use one ``LinearKind``; keys and values go to the KV pool in the pool's dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shared.kernels.llama_native import NativeStack
+from shared.kernels.llama_parts import (
+    FUSED_LAYERS,
+    LayerParts,
+    Projection,
+    StackBackend,
+    StackShape,
+    layer_parts,
+    projection,
+)
+from shared.kernels.llama_torch import TorchStack
+from shared.kernels.load import native
+from shared.kernels.ops import rotary_table
+from shared.kernels.types import AttentionBatch, LinearKind
+
+
+class LlamaStack:
+    """All decoder layers, final norm and output projection of one model."""
+
+    def __init__(
+        self, shape: StackShape, frequencies: torch.Tensor, factor: float, kind: LinearKind
+    ) -> None:
+        self.shape = shape
+        self.num_layers = 0
+        self.frequencies = frequencies.detach().float().contiguous()
+        self.factor = factor
+        self._backend: StackBackend = (NativeStack if native() else TorchStack)(shape, kind)
+
+    @classmethod
+    def of_model(cls, model: Any, kind: LinearKind) -> "LlamaStack | None":  # noqa: ANN401
+        """Return the stack of a transformers model, or None where its layers are others."""
+        layers: Any = getattr(getattr(model, "model", None), "layers", ())
+        names = {type(layer).__name__ for layer in layers}
+        config = model.config
+        if len(names) != 1 or not names <= FUSED_LAYERS or config.hidden_act != "silu":
+            return None
+        attention, rotary = layers[0].self_attn, model.model.rotary_emb
+        shape = StackShape(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            inter=layers[0].mlp.gate_proj.weight.shape[0],
+            rotary=2 * rotary.inv_freq.numel(),
+            scaling=float(attention.scaling),
+            eps=float(config.rms_norm_eps),
+        )
+        stack = cls(shape, rotary.inv_freq, float(rotary.attention_scaling), kind)
+        for layer in layers:
+            stack.add(layer_parts(layer))
+        stack.set_head(model.model.norm.weight, projection(model.lm_head))
+        return stack
+
+    def add(self, parts: LayerParts) -> None:
+        """Copy one more layer's weights into the kind's form."""
+        self._backend.add(parts)
+        self.num_layers += 1
+
+    def set_head(self, norm: torch.Tensor, head: Projection) -> None:
+        """Copy the final norm and the output projection."""
+        self._backend.set_head(norm, head)
+
+    def attach(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
+        """Use these KV pools [blocks, block_size, kv_heads, head_dim], one per layer.
+
+        Raises:
+            RuntimeError: their number or shape is not the model's.
+        """
+        self._backend.attach(list(k), list(v))
+
+    def rotary(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of this step's rows; the same for all layers."""
+        return rotary_table(batch.positions(), self.frequencies, self.factor)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layers: range | None = None,
+    ) -> None:
+        """Run ``layers`` (all by default) on x fp32 [rows, hidden], in place; writes KV.
+
+        Raises:
+            RuntimeError: shapes do not fit, a table leaves the pool, or no pool is attached.
+        """
+        self._backend.run(x, batch, rotary, range(self.num_layers) if layers is None else layers)
+
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits [len(rows), vocabulary] of ``rows`` int64 of x [rows, hidden]."""
+        return self._backend.logits(x, rows)

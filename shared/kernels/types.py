@@ -1,0 +1,40 @@
+"""What callers hand to the kernels: the packed batch and the arithmetic of linear layers."""
+
+from typing import Final, Literal
+
+import torch
+from msgspec import Struct
+
+LinearKind = Literal["fp32", "bf16", "int8"]
+
+KIND_NUMBERS: Final[dict[LinearKind, int]] = {"fp32": 0, "bf16": 1, "int8": 2}
+BLOCK_COLUMNS: Final = 32
+"""Columns of one packed block; scales and biases are padded to it."""
+
+
+class AttentionBatch(Struct, frozen=True):
+    """Which rows belong to which sequence, and where their KV lies. All int32, contiguous.
+
+    ``tables`` [sequences, blocks] are block ids, ``query_start`` [sequences + 1] the first row
+    of each sequence and the number of rows, ``context`` [sequences] the number of keys that the
+    last row of each sequence sees, itself included.
+    """
+
+    tables: torch.Tensor
+    query_start: torch.Tensor
+    context: torch.Tensor
+
+    def slots(self, block_size: int) -> torch.Tensor:
+        """Return the pool slot of every row, int64 [rows]."""
+        rows = self.query_start.diff().long()
+        sequence = torch.repeat_interleave(torch.arange(len(rows)), rows)
+        block = self.positions() // block_size
+        table = self.tables[sequence, block].long()
+        return table * block_size + self.positions() % block_size
+
+    def positions(self) -> torch.Tensor:
+        """Return the position of every row in its sequence, int64 [rows]."""
+        rows = self.query_start.diff().long()
+        total = int(rows.sum())
+        first = self.context.long() - rows - self.query_start[:-1].long()
+        return torch.arange(total) + torch.repeat_interleave(first, rows)
