@@ -1,0 +1,178 @@
+"""The worker's shell in this process: what makes it give up, and that it gives up cleanly."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from shared.config import Deployment, ModelSection, WorkerSection, WorkersSection
+from shared.engine.batch import Sampled, StepInput, StepResult
+from shared.errors import ErrorPayload, IncompatiblePeer
+from shared.ids import DispatchId, Incarnation
+from shared.kv.arena import KvArena
+from shared.kv.layout import KvLayout, LayerKv
+from shared.messages.router_worker import (
+    FromWorker,
+    Run,
+    SequenceFailed,
+    StepOutput,
+    ToWorker,
+    WorkerHello,
+    WorkerRefused,
+    WorkerWelcome,
+)
+from shared.service import ServiceFailed
+from shared.transport.link import RouterLink
+from shared.worker.events import Event
+from shared.worker.service import WorkerService
+from shared.worker.settings import WorkerSettings, worker_settings
+from tests.conftest import RunAsync
+from tests.transport.harness import short_directory
+from tests.transport.worker_rig import request
+
+LAYOUT = KvLayout(dtype="fp32", block_size=4, layers=(LayerKv(1, 2, 2),))
+
+
+class FakeEngine:
+    """Samples token 5, or raises in the first ``failures`` steps."""
+
+    layout = LAYOUT
+    model_id = "fake"
+    vocab_size = 100
+    max_model_len = 64
+    eos_token_ids = (2,)
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+
+    def step(self, batch: StepInput, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        if self.failures:
+            self.failures -= 1
+            raise ValueError("made up")
+        return StepResult(sampled=tuple(Sampled(s.key, 5) for s in batch.sequences if s.sample))
+
+
+@pytest.fixture
+def settings() -> Iterator[WorkerSettings]:
+    directory = short_directory()
+    deployment = Deployment(
+        name="d",
+        deployment_type="colocated",
+        model=ModelSection(block_size=4),
+        workers=WorkersSection(mixed=WorkerSection()),
+        runtime_dir=str(directory),
+    )
+    yield worker_settings(deployment, None, ("mixed",))
+    shutil.rmtree(directory)
+
+
+async def serve(
+    settings: WorkerSettings,
+    engine: FakeEngine,
+    answer: Callable[[FromWorker], list[ToWorker]],
+    spoil: Callable[[WorkerService], None] = lambda service: None,
+) -> None:
+    """Run the service against a router that answers each message with ``answer``."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def on_message(peer: bytes, message: FromWorker) -> None:
+        for reply in answer(message):
+            link.send(peer, reply)
+
+    link: RouterLink[FromWorker, ToWorker] = RouterLink(
+        context, settings.router_endpoint, FromWorker, on_message
+    )
+    arena = KvArena.create(LAYOUT, 8)
+    stop = asyncio.Event()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            service = WorkerService(settings, engine, arena, thread)  # type: ignore[arg-type]
+            spoil(service)
+            await service.run(stop)
+    finally:
+        link.close()
+        context.term()
+        arena.close()
+
+
+def sends(number: int) -> Callable[[FromWorker], list[ToWorker]]:
+    """Answer hello with welcome and ``number`` requests, each after the other's failure."""
+    left = iter(range(1, number + 1))
+
+    def next_run() -> list[ToWorker]:
+        dispatch = next(left, None)
+        if dispatch is None:
+            return []
+        return [Run(dispatch=DispatchId(dispatch), request=request((3, 4), 1))]
+
+    def answer(message: FromWorker) -> list[ToWorker]:
+        match message:
+            case WorkerHello():
+                return [WorkerWelcome(incarnation=Incarnation(1)), *next_run()]
+            case StepOutput():
+                return next_run()
+            case _:
+                return []
+
+    return answer
+
+
+@pytest.mark.keeps("memory", "fds")  # the tracebacks in the captured log hold the arena
+def test_an_engine_that_fails_three_steps_in_a_row_ends_the_process(
+    run_async: RunAsync, settings: WorkerSettings
+) -> None:
+    """Guards a worker that stays in rotation while it fails everything."""
+    failed: list[SequenceFailed] = []
+    answers = sends(3)
+
+    def answer(message: FromWorker) -> list[ToWorker]:
+        if isinstance(message, StepOutput):
+            failed.extend(message.failed)
+        return answers(message)
+
+    with pytest.raises(ServiceFailed, match="3 steps in a row"):
+        run_async(serve(settings, FakeEngine(failures=9), answer))
+    assert [f.error.code for f in failed[:2]] == ["internal", "internal"]
+    assert not list(Path(settings.runtime_dir).glob("*.ready"))
+    assert not list(Path(settings.runtime_dir).glob("*.sock"))
+
+
+def test_a_worker_that_the_router_refuses_ends_with_its_sentence(
+    run_async: RunAsync, settings: WorkerSettings
+) -> None:
+    refusal = ErrorPayload(code="incompatible_peer", message="model: 'a' here, 'b' there")
+    with pytest.raises(IncompatiblePeer, match="model: 'a' here"):
+        run_async(serve(settings, FakeEngine(), lambda _: [WorkerRefused(error=refusal)]))
+
+
+@pytest.mark.keeps("memory", "fds")  # the tracebacks in the captured log hold the arena
+def test_a_state_machine_that_breaks_ends_the_process(
+    run_async: RunAsync, settings: WorkerSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a zombie that answers heartbeats and does nothing else."""
+
+    def spoil(service: WorkerService) -> None:
+        def handle(event: Event, now: float) -> list[object]:
+            raise KeyError("lost")
+
+        service.state.handle = handle  # type: ignore[assignment,method-assign]
+
+    with pytest.raises(ServiceFailed, match="lost"):
+        run_async(serve(settings, FakeEngine(), sends(1), spoil))
+    assert "lost track of its work" in caplog.text
+
+
+def test_blocks_that_are_unaccounted_for_at_idle_end_the_process(
+    run_async: RunAsync, settings: WorkerSettings
+) -> None:
+    """Guards a slow leak that ends in a full pool while health is green (22)."""
+
+    def spoil(service: WorkerService) -> None:
+        service.state._pool.allocate(1)
+
+    with pytest.raises(ServiceFailed, match="lost track of blocks"):
+        run_async(serve(settings, FakeEngine(), sends(0), spoil))
