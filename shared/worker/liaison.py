@@ -40,11 +40,6 @@ class Liaison:
         """True once this process was told to end."""
         return self._stop_by is not None
 
-    @property
-    def refusing(self) -> bool:
-        """True while new work must go elsewhere."""
-        return self.stopping or self._drain_open
-
     def heard(self, now: float) -> None:
         """Any message of the router proves that it lives."""
         self._heard = now
@@ -97,7 +92,7 @@ class Liaison:
         if due or load != self._reported:
             self._report_at, self._reported = now, load
             self._outbox.add(
-                ToRouter(Report(step=step, load=load, counters=counters, draining=self.refusing))
+                ToRouter(Report(step=step, load=load, counters=counters, draining=self.stopping))
             )
 
     def drain(self) -> None:
