@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _TICK = 0.1
 _FAILED_STEPS_IN_A_ROW = 3
-_IDLE_BEFORE_CHECK = 10
+_IDLE_BEFORE_CHECK = 30
 
 
 async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
