@@ -13,7 +13,8 @@ from tests.system.asking import GREEDY, assert_golden, submit
 from tests.system.conftest import GoldenCase
 from tests.system.fleet import Fleet, deployment
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+# Services are stopped and started again: other children at the end than at the start.
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300), pytest.mark.keeps("children")]
 
 
 @pytest.fixture(scope="module")

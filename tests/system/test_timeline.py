@@ -6,7 +6,7 @@ import pytest
 from tests.system.conftest import GoldenCase
 from tests.system.fleet import Fleet
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="session", params=["colocated", "split"])

@@ -275,3 +275,23 @@ def test_a_port_in_use_is_one_sentence_and_nothing_starts(up: Up) -> None:
     assert text.startswith(f"error: 127.0.0.1:{up.port} cannot be opened")
     assert text.count("\n") == 1
     assert up.leftovers() == []
+
+
+def test_a_service_started_by_hand_is_not_run_over(up: Up) -> None:
+    """Guards: `up` must not remove the sockets of a service that somebody else runs."""
+    (up.root / "logs").mkdir(parents=True)
+    by_hand = subprocess.Popen(
+        [sys.executable, "-m", "services.router", "--config", str(up.config), "--name", "router"],
+        cwd=up.folder,
+        env={**os.environ, "PYTHONPATH": str(STAND_INS)},
+    )
+    try:
+        wait_until(up.root.joinpath("router.ready").exists, "router starts")
+        up.start()
+        code, text = up.finish()
+        assert code == 2
+        assert f"already runs by itself (pid {by_hand.pid})" in text
+        assert up.root.joinpath("router.sock").exists()
+    finally:
+        by_hand.terminate()
+        by_hand.wait(DEADLINE)
