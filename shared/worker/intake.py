@@ -11,13 +11,14 @@ def refusal(request: Request, limits: WorkerLimits, ledger: BlockLedger) -> Erro
     if not request.prompt_ids:
         return _invalid("the prompt is empty", "prompt")
     tokens = len(request.prompt_ids) + len(request.output_ids)
-    if len(request.prompt_ids) >= limits.max_model_len:
+    blocks = ledger.pool.num_blocks
+    memory = blocks * ledger.pool.block_size
+    if len(request.prompt_ids) >= limits.max_model_len and limits.max_model_len < memory:
         return _invalid(
             f"the prompt has {len(request.prompt_ids)} tokens; with at least one more for the "
             f"answer it exceeds the model length of {limits.max_model_len}",
             "prompt",
         )
-    blocks = ledger.pool.num_blocks
     if ledger.needed(tokens + 1) > blocks:
         return _invalid(
             f"{tokens} tokens exceed the KV memory of this worker "

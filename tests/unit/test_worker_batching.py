@@ -114,6 +114,13 @@ def test_a_prompt_that_cannot_fit_is_refused_by_name_and_takes_nothing() -> None
     assert bench.empty() and bench.state.idle
 
 
+def test_a_prompt_refused_for_memory_says_so_although_the_model_length_follows_from_it() -> None:
+    """Guards a sentence that sends the operator to the wrong setting."""
+    bench = Bench(blocks=4, max_model_len=16)
+    bench.run(1, request(20))
+    assert "KV memory" in bench.failed().error.message
+
+
 def test_a_sequence_that_outgrows_the_whole_pool_fails_by_name() -> None:
     """Guards against waiting for ever for blocks that do not exist."""
     bench = Bench(blocks=3)
