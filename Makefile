@@ -11,7 +11,6 @@ SOURCES := services shared tools sdk/src tests
 .DEFAULT_GOAL := up
 
 up: $(READY)
-	@$(BIN)/diptych fetch
 	@exec $(BIN)/diptych up --die-with-parent $(CONFIG)
 
 test: $(READY)

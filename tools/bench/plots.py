@@ -24,7 +24,6 @@ def latency_chart(
         for colour, percentile in zip(_COLOURS, ("p50", "p90", "p99"), strict=False):
             values = [_value(pick(level), percentile) for level in levels]
             axes.plot(range(len(levels)), values, "o-", color=colour, label=percentile)
-        axes.legend(frameon=False)
 
     return _chart(f"{name} (ms)", levels, draw)
 
@@ -49,7 +48,6 @@ def phase_chart(levels: list[LevelSummary]) -> str:
             values = [_value(getattr(level.phases, phase), "p50") for level in levels]
             places = [at - 0.4 + (number + 0.5) * width for at in range(len(levels))]
             axes.bar(places, values, width, color=colour, label=phase.replace("_", " "))
-        axes.legend(frameon=False, ncols=2)
 
     return _chart("Phases, median (ms)", levels, draw)
 
@@ -69,6 +67,8 @@ def _chart(title: str, levels: list[LevelSummary], draw: Callable[[Axes], None])
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=3, frameon=False)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata=_METADATA)
     text = out.getvalue()

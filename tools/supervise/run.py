@@ -19,6 +19,7 @@ from tools.supervise.observe import Ready
 from tools.supervise.plan import STOP_MARGIN, RunPaths, processes, render_conf, run_paths
 
 _SUPERVISOR_START = 10.0
+_WAKE_TIMEOUT = 1.0
 _POLL = 0.05
 
 
@@ -33,6 +34,7 @@ class Run:
         self._daemon = daemon
         self.paths = paths
         self.control = Control(paths.socket)
+        self._waker = Control(paths.socket, timeout=_WAKE_TIMEOUT)
         self.names = [process.name for process in processes(deployment)]
 
     @classmethod
@@ -103,7 +105,7 @@ class Run:
         """
         if self.alive:
             with contextlib.suppress(ResourceMissing):
-                self.control.states()
+                self._waker.states()
         return not self.alive and wait_for_services(self.paths, 0.0)
 
     def kill(self) -> None:
@@ -157,20 +159,26 @@ def claim(deployment: Deployment, config: Path) -> UpLock:
         )
     except OSError as error:
         raise ResourceMissing(f"cannot use the run directory {paths.root}: {error}") from error
+    try:
+        _require_gone(deployment, paths)
+    except BaseException:
+        lock.release()
+        raise
+    clean(paths)
+    return lock
+
+
+def _require_gone(deployment: Deployment, paths: RunPaths) -> None:
     limit = deployment.router.drain_timeout + STOP_MARGIN
     if not wait_for_services(paths, limit):
-        pids = ", ".join(map(str, holders(paths.services_lock)))
-        lock.release()
+        pids = holders(paths.services_lock)
         raise ResourceMissing(
-            f"processes of an earlier run of `{deployment.name}` do not end: {pids}; "
-            f"stop them with: kill -9 {pids.replace(',', '')}"
+            f"processes of an earlier run of `{deployment.name}` do not end; "
+            f"stop them with: kill -9 {' '.join(map(str, pids))}"
         )
     stranger = _started_by_hand(deployment, paths)
     if stranger is not None:
-        lock.release()
         raise ResourceMissing(stranger)
-    clean(paths)
-    return lock
 
 
 def _started_by_hand(deployment: Deployment, paths: RunPaths) -> str | None:
