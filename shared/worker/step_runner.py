@@ -59,11 +59,11 @@ class StepRunner:
         self._loop.call_soon_threadsafe(self._post, event)
 
     def _on_layer(self, step: int) -> Callable[[int], None]:
-        """Tell the loop every ``notify_layers`` layers; the end of the step tells the rest."""
+        """Tell the loop every ``notify_layers`` layers, and the last while sampling still runs."""
 
         def written(layer: int) -> None:
             end = layer + 1
-            if end % self._notify_layers == 0 and end < self._layers:
+            if end % self._notify_layers == 0 or end == self._layers:
                 self._loop.call_soon_threadsafe(self._post, LayersWritten(step, end))
 
         return written

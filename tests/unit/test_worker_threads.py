@@ -71,12 +71,12 @@ async def run_steps(engine: FakeEngine, announce: bool, count: int) -> list[Even
         return await inbox.until(count)
 
 
-def test_layers_are_told_every_few_and_the_last_ones_by_the_end_of_the_step(
+def test_layers_are_told_every_few_and_the_last_ones_before_the_end_of_the_step(
     run_async: RunAsync,
 ) -> None:
-    events = run_async(run_steps(FakeEngine(), True, 3))
-    assert events[:2] == [LayersWritten(1, 3), LayersWritten(1, 6)]
-    assert isinstance(events[2], StepDone)
+    events = run_async(run_steps(FakeEngine(), True, 4))
+    assert events[:3] == [LayersWritten(1, 3), LayersWritten(1, 6), LayersWritten(1, 7)]
+    assert isinstance(events[3], StepDone)
 
 
 def test_without_a_reader_no_layer_is_told(run_async: RunAsync) -> None:

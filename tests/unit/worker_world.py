@@ -176,7 +176,8 @@ class World:
             if node.posted:
                 moves.append(lambda n=node: self.handle(n, n.posted.popleft()))  # type: ignore[misc]
             if node.running is not None:
-                moves.append(lambda n=node: self._run_layer(n))  # type: ignore[misc]
+                proceed = self._run_layer if node.layer < LAYERS else self._end_step
+                moves.append(lambda n=node, go=proceed: go(n))  # type: ignore[misc]
             if node.jobs:
                 moves.append(lambda n=node: self._copy(n))  # type: ignore[misc]
             if node.copied:
@@ -236,10 +237,12 @@ class World:
         for item in step.batch.sequences:
             self._write(node, item)
         node.layer += 1
-        if node.layer < LAYERS:
-            if step.announce and self.choose(2) == 0:
-                self.handle(node, LayersWritten(step.step, node.layer))
-            return
+        if step.announce and self.choose(2) == 0:
+            self.handle(node, LayersWritten(step.step, node.layer))
+
+    def _end_step(self, node: Node) -> None:
+        step = node.running
+        assert step is not None
         node.running = None
         self.handle(node, StepDone(step.step, self._result(node, step), self.now))
 
