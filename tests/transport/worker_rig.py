@@ -112,6 +112,7 @@ class Rig:
         self.byes: set[bytes] = set()
         self._changed = asyncio.Event()
         self._last_dispatch = 0
+        self._void = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = self._bind()
         self._beats = asyncio.create_task(self._beat())
@@ -182,6 +183,7 @@ class Rig:
         """Come back as another life of the router that knows nobody."""
         self.link.close()
         self.incarnation = incarnation
+        self._void = self._last_dispatch
         self.hellos.clear()
         self.link = self._bind()
         await asyncio.sleep(0)
@@ -260,6 +262,8 @@ class Rig:
 
     def _take(self, output: StepOutput) -> None:
         for item in output.tokens:
+            if item.dispatch <= self._void:  # sent before the worker knew of the restart
+                continue
             stream = self.tokens.setdefault(item.dispatch, [])
             assert item.index == len(stream), "a token came twice, late or not at all"
             stream.append(item.token)
