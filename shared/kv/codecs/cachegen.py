@@ -22,7 +22,7 @@ from shared.kv.codecs.frame import (
     KvShape,
     open_payload,
 )
-from shared.kv.codecs.quantise import divisor, require_finite, scale_for, to_pool
+from shared.kv.codecs.quantise import divisor, largest_magnitude, require_finite, scale_for, to_pool
 from shared.kv.codecs.sections import SectionReader, join
 from shared.kv.codecs.symbols import CodedSymbols, decode_symbols, encode_symbols
 from shared.kv.layout import DTYPE_BYTES, KvLayout
@@ -82,8 +82,7 @@ def _encode(
 ) -> tuple[torch.Tensor, BinnedSide, torch.Tensor, torch.Tensor]:
     """Return scales [tokens, 1], how the bins are coded, table and code (or bins) as bytes."""
     rows = values.flatten(1).float()
-    low, high = torch.aminmax(rows, dim=1, keepdim=True)
-    scale = scale_for(torch.maximum(high, -low), half, values.dtype)
+    scale = scale_for(largest_magnitude(rows), half, values.dtype)
     bins = (rows / divisor(scale)).round_().t().to(torch.int32).contiguous()
     first, last = (int(edge) for edge in torch.aminmax(bins))
     symbols = (bins - first).numpy()

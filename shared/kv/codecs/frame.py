@@ -137,7 +137,10 @@ Parameters = GroupedParameters | BinnedParameters | SparseParameters
 
 
 class CodecHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything ``decode`` needs; ``checksum`` is XXH3-64 of this with checksum zero, + payload."""
+    """Everything ``decode`` needs.
+
+    ``checksum`` is XXH3-64 over this header with a checksum of zeros, then the payload.
+    """
 
     codec: CodecName
     shape: KvShape

@@ -11,7 +11,7 @@ from shared.kv.codecs.frame import (
     KvShape,
     open_payload,
 )
-from shared.kv.codecs.quantise import divisor, require_finite, scale_for, to_pool
+from shared.kv.codecs.quantise import divisor, largest_magnitude, require_finite, scale_for, to_pool
 from shared.kv.codecs.sections import SectionReader, join
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 
@@ -48,9 +48,9 @@ class Int8Codec:
 
 def _encode(values: torch.Tensor, side: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     require_finite(values, side, layer)
-    low, high = torch.aminmax(values, dim=-1, keepdim=True)
-    scale = scale_for(torch.maximum(high, -low).float(), 127, values.dtype)
-    codes = (values.float() / divisor(scale)).round_()
+    exact = values.float()
+    scale = scale_for(largest_magnitude(exact), 127, values.dtype)
+    codes = (exact / divisor(scale)).round_()
     return scale, codes.to(torch.int8)
 
 
