@@ -19,12 +19,12 @@ def fleet(request: pytest.FixtureRequest) -> Fleet:
 
 
 def test_every_prompt_alone_equals_the_reference(fleet: Fleet, golden: list[GoldenCase]) -> None:
-    got = answers(fleet, golden, 1, max_tokens=4, **GREEDY)
+    got = answers(fleet, golden, 1, max_tokens=3, **GREEDY)
     assert_golden(golden, got)
 
 
 def test_a_busy_batch_equals_the_reference(fleet: Fleet, golden: list[GoldenCase]) -> None:
-    got = answers(fleet, golden, 20, max_tokens=24, **GREEDY)
+    got = answers(fleet, golden, 20, max_tokens=16, **GREEDY)
     assert_golden(golden, got)
 
 
