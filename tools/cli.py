@@ -89,6 +89,22 @@ def fetch(
 
 
 @app.command()
+def prepare(config: ConfigArgument = DEFAULT_CONFIG) -> None:
+    """Fetch, check and convert the model of a deployment, as `up` does before it starts.
+
+    Done already, it only checks. Container images run it once, before the services.
+
+    Example: `diptych prepare configs/compose.yaml`
+    """
+    from shared.config import load_deployment
+    from tools.doctor.preflight import convert_model, fetch_model
+
+    deployment, console = load_deployment(config), Console(stderr=True)
+    fetch_model(deployment, console)
+    convert_model(deployment, console)
+
+
+@app.command()
 def doctor(config: ConfigArgument = DEFAULT_CONFIG) -> None:
     """Check machine, packages, model and deployment; say what to do. Exit code 1 if unfit.
 
@@ -155,6 +171,9 @@ def chat(
 @app.command()
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.")],
+    if_absent: Annotated[
+        bool, typer.Option("--if-absent", help="Keep a complete set that is there.")
+    ] = False,
 ) -> None:
     """Make the CURVE keys that links to other machines need.
 
@@ -162,8 +181,10 @@ def keys(
 
     Example: `diptych keys ~/.config/diptych/keys`
     """
-    from shared.transport.security import generate_keys
+    from shared.transport.security import generate_keys, have_keys
 
+    if if_absent and have_keys(directory):
+        return
     print(f"keys written to {generate_keys(directory)}")
 
 
@@ -210,3 +231,40 @@ def bench_serve(
         raise typer.Exit(command.bench_url(url, None, plan, console, place))
     deployment = find_deployment(config, DEFAULT_CONFIG)
     raise typer.Exit(command.bench_deployment(deployment, config, plan, console, place))
+
+
+@bench_app.command("codecs")
+def bench_codecs(
+    model: Annotated[str, typer.Option(help="Name, GGUF file or folder.")] = (
+        "smollm2-135m-instruct"
+    ),
+    codecs: Annotated[str, typer.Option(help="Which, with commas between.")] = (
+        "none,int8,k8v4,k4v4,cachegen,sparse"
+    ),
+    texts: Annotated[int, typer.Option(help="Prompts cut from the text.", min=1)] = 3,
+    prompt: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 1024,
+    positions: Annotated[int, typer.Option(help="Tokens read after each.", min=1)] = 64,
+    chunk: Annotated[int, typer.Option(help="Tokens encoded at a time.")] = 256,
+    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file; else Python's own help texts.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
+) -> None:
+    """Measure KV codecs on a real model: ratio, GB/s, top-1 agreement and KL.
+
+    Example: `diptych bench codecs --codecs int8,cachegen --out reports/codecs.json`
+    """
+    from tools.bench.codecs import Plan as CodecPlan
+    from tools.bench.codecs import bench_codecs as run_codecs
+
+    plan = CodecPlan(
+        model=model,
+        precision="bf16",
+        texts=texts,
+        prompt=prompt,
+        positions=positions,
+        chunk=chunk,
+        threads=threads,
+    )
+    run_codecs(plan, text, codecs, out, Console())

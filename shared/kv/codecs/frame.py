@@ -127,7 +127,7 @@ class BinnedParameters(Struct, frozen=True, tag="binned", forbid_unknown_fields=
 class SparseParameters(Struct, frozen=True, tag="sparse", forbid_unknown_fields=True):
     """``kept`` of the blocks of ``block`` tokens are whole; the others are one mean token."""
 
-    block: Count
+    block: Annotated[int, Meta(ge=1, le=65536)]
     kept: Count
 
 
