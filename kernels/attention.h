@@ -15,14 +15,18 @@ inline void attention_as(const Crew& crew, const Attention& a, const Batch& batc
   float* partials = reinterpret_cast<float*>(scratch + crew.threads * sizes.thread_bytes);
   long kv_heads = a.pool.kv_heads;
   // Prefill items come first and are sorted by size: the small ones fill the gaps at the end.
-  long prefills = plan.num_prefills * kv_heads, all = prefills + plan.num_decodes * kv_heads;
+  // A decode item is cut into its KV heads only where there are too few items to go round.
+  long parts = plan.num_decodes >= 2 * crew.threads ? 1 : kv_heads, width = kv_heads / parts;
+  long prefills = plan.num_prefills * kv_heads, all = prefills + plan.num_decodes * parts;
   for (long unit; (unit = crew.next()) < all;) {
     if (unit < prefills) {
       prefill_item<D, M>(a, batch, plan.prefills[unit / kv_heads], unit % kv_heads, sizes, own);
       continue;
     }
     unit -= prefills;
-    decode_item<K>(a, batch, plan.decodes[unit / kv_heads], unit % kv_heads, sizes, own, partials);
+    long first = unit % parts * width;
+    decode_item<K>(a, batch, plan.decodes[unit / parts], first, first + width, sizes, own,
+                   partials);
   }
   crew.sync();
   if (plan.num_merges == 0) return;

@@ -56,47 +56,58 @@ DIPTYCH_INLINE VF sum_each(const VF* v) {
 #endif
 }
 
-// scores[g * ld + t] = q[g] . key t for n keys; the rest of the last vector is undefined.
+// Blocks lie anywhere in memory and the CPU foresees nothing across them: while one row is
+// worked on, the row that comes kLanes keys later is asked for.
+DIPTYCH_INLINE void prefetch_row(const char* row, long bytes) {
+  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+// scores[g * ld + t] = q[g] . key t for up to kLanes keys; what is missing scores 0.
+// The next `ahead` keys are asked for.
 template <class K, int G>
-inline void dot_keys(const char* k, const long* offsets, long n, long dim, const char* q,
-                     long q_stride, float* scores, long ld) {
+DIPTYCH_INLINE void dot_keys(const char* k, const long* offsets, long count, long ahead, long dim,
+                             const char* q, long q_stride, float* scores, long ld) {
   typedef typename K::Mem M;
   VF parts[G][kLanes];
   long whole = dim / K::kStep * K::kStep;
-  for (long t = 0; t < n; t += kLanes) {
-    long count = min_of(kLanes, n - t);
-    for (long i = 0; i < count; ++i) {
-      const char* row = k + offsets[t + i] * dim * M::kSize;
-      VF acc[G] = {};
-      for (long d = 0; d < whole; d += K::kStep)
+  for (long i = 0; i < count; ++i) {
+    const char* row = k + offsets[i] * dim * M::kSize;
+    if (i < ahead) prefetch_row(k + offsets[i + kLanes] * dim * M::kSize, dim * M::kSize);
+    VF acc[G] = {};
+    for (long d = 0; d < whole; d += K::kStep)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g)
-          acc[g] = K::add(acc[g], row + d * M::kSize, q + g * q_stride + d * store_bytes(K::kQuery));
-      if (whole < dim) {
-        char rest[K::kStep * M::kSize] = {};
-        memcpy(rest, row + whole * M::kSize, size_t((dim - whole) * M::kSize));
-        for (int g = 0; g < G; ++g)
-          acc[g] = K::add(acc[g], rest, q + g * q_stride + whole * store_bytes(K::kQuery));
-      }
-      for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
+      for (int g = 0; g < G; ++g)
+        acc[g] = K::add(acc[g], row + d * M::kSize, q + g * q_stride + d * store_bytes(K::kQuery));
+    if (whole < dim) {
+      char rest[K::kStep * M::kSize] = {};
+      memcpy(rest, row + whole * M::kSize, size_t((dim - whole) * M::kSize));
+      for (int g = 0; g < G; ++g)
+        acc[g] = K::add(acc[g], rest, q + g * q_stride + whole * store_bytes(K::kQuery));
     }
-    for (int g = 0; g < G; ++g) {
-      for (long i = count; i < kLanes; ++i) parts[g][i] = VF{};
-      store(scores + g * ld + t, sum_each(parts[g]));
-    }
+    for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
+  }
+  for (int g = 0; g < G; ++g) {
+    for (long i = count; i < kLanes; ++i) parts[g][i] = VF{};
+    store(scores + g * ld, sum_each(parts[g]));
   }
 }
 
-// out[g][0 … dim) = sum over keys of weights[g][t] * V row t.
+// out[g][0 … dim) += sum over keys of weights[g][t] * V row t.
 template <class M, int G>
-inline void sum_values(const char* v, const long* offsets, long n, long dim, const float* weights,
-                       long ld, float* out, long out_stride) {
+DIPTYCH_INLINE void add_values(const char* v, const long* offsets, long count, long ahead,
+                               long dim, const float* weights, long ld, float* out, long out_stride) {
   constexpr int kVecs = 4;
   long d = 0;
   for (; d + kVecs * kLanes <= dim; d += kVecs * kLanes) {
-    VF acc[G][kVecs] = {};
-    for (long t = 0; t < n; ++t) {
+    VF acc[G][kVecs];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) acc[g][j] = load(out + g * out_stride + d + j * kLanes);
+    for (long t = 0; t < count; ++t) {
       const char* row = v + (offsets[t] * dim + d) * M::kSize;
+      if (t < ahead)
+        prefetch_row(v + (offsets[t + kLanes] * dim + d) * M::kSize, kVecs * kLanes * M::kSize);
       VF x[kVecs];
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) x[j] = M::get(row + j * kLanes * M::kSize);
@@ -107,16 +118,18 @@ inline void sum_values(const char* v, const long* offsets, long n, long dim, con
         for (int j = 0; j < kVecs; ++j) acc[g][j] += w * x[j];
       }
     }
+#pragma GCC unroll 4
     for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) store(out + g * out_stride + d + j * kLanes, acc[g][j]);
   }
-  for (; d < dim; d += kLanes) {
-    VF acc[G] = {};
-    for (long t = 0; t < n; ++t) {
-      VF x = get_any<M>(v + (offsets[t] * dim + d) * M::kSize, dim - d);
-      for (int g = 0; g < G; ++g) acc[g] += splat(weights[g * ld + t]) * x;
+  for (; d < dim; d += kLanes) {  // the rest of `out` up to its stride is padding
+    for (int g = 0; g < G; ++g) {
+      VF acc = load(out + g * out_stride + d);
+      for (long t = 0; t < count; ++t)
+        acc += splat(weights[g * ld + t]) * get_any<M>(v + (offsets[t] * dim + d) * M::kSize, dim - d);
+      store(out + g * out_stride + d, acc);
     }
-    for (int g = 0; g < G; ++g) store(out + g * out_stride + d, acc[g]);  // stride is padded
   }
 }
 
@@ -146,8 +159,8 @@ struct ScoreScale {
 
 constexpr float kNone = -__builtin_inff();
 
-// In place: scores to weights exp2(score - max). Returns max and sum.
-inline void soften(float* scores, long n, const ScoreScale& scale, float* max, float* sum) {
+// In place: scores to weights exp2(score - max). `result` gets max and sum.
+inline void soften(float* scores, long n, const ScoreScale& scale, float* result) {
   VF top = splat(kNone);
   for (long t = 0; t < n; t += kLanes) {
     VF x = scale.of(load(scores + t));
@@ -165,8 +178,8 @@ inline void soften(float* scores, long n, const ScoreScale& scale, float* max, f
     total += w;
     store(scores + t, w);
   }
-  *max = m;
-  *sum = sum_lanes(total);
+  result[0] = m;
+  result[1] = sum_lanes(total);
 }
 
 DIPTYCH_INLINE float exp2_one(float x) { return exp2_of(splat(x))[0]; }
@@ -200,42 +213,66 @@ inline void read_query(const Attention& a, long token, long head, long count, St
   }
 }
 
+// KV heads [kv_first, kv_last) of one item. Keys are taken kLanes at a time for all heads, so
+// that memory is read in the order in which it lies.
 template <class K>
-inline void decode_item(const Attention& a, const Batch& batch, const Item& item, long kv_head,
-                        const AttentionSizes& sizes, char* own, float* partials) {
+inline void decode_item(const Attention& a, const Batch& batch, const Item& item, long kv_first,
+                        long kv_last, const AttentionSizes& sizes, char* own, float* partials) {
   typedef typename K::Mem M;
   const Pool& pool = a.pool;
-  long group = a.heads / pool.kv_heads, n = item.last - item.first;
-  long token = batch.query_start[item.seq], first_head = kv_head * group;
+  long group = a.heads / pool.kv_heads, n = item.last - item.first, kv_count = kv_last - kv_first;
+  long token = batch.query_start[item.seq], first = kv_first * group, count = kv_count * group;
   char* q = own + sizes.decode_q;
   long* offsets = reinterpret_cast<long*>(own + sizes.decode_offsets);
   float* scores = reinterpret_cast<float*>(own + sizes.decode_scores);
   float* sums = reinterpret_cast<float*>(own + sizes.decode_sums);
-  fill_offsets(pool, batch, item.seq, item.first, item.last, kv_head, offsets);
-  read_query(a, token, first_head, group, K::kQuery, q, sizes.q_stride);
-  ScoreScale scale(a);
-  for (long g = 0; g < group; g += kHeadsAtOnce) {
-    with_heads(group - g, [&](auto count) {
-      constexpr int G = decltype(count)::value;
-      float max[G], sum[G];
-      dot_keys<K, G>(pool.k, offsets, n, pool.k_dim, q + g * sizes.q_stride, sizes.q_stride, scores,
-                     kScoreStride);
-      for (int i = 0; i < G; ++i) soften(scores + i * kScoreStride, n, scale, max + i, sum + i);
-      sum_values<M, G>(pool.v, offsets, n, pool.v_dim, scores, kScoreStride, sums,
-                       sizes.sum_stride);
-      for (int i = 0; i < G; ++i) {
-        long head = first_head + g + i;
-        if (item.partial < 0) {
-          write_row(a, token, head, sums + i * sizes.sum_stride,
-                    weight_factor(a, head, max[i], sum[i]));
-          continue;
-        }
-        float* partial = partials + (item.partial * a.heads + head) * sizes.partial_stride;
-        memcpy(partial, sums + i * sizes.sum_stride, size_t(sizes.sum_stride) * 4);
-        partial[sizes.sum_stride] = max[i];
-        partial[sizes.sum_stride + 1] = sum[i];
-      }
+  fill_offsets(pool, batch, item.seq, item.first, item.last, kv_first, offsets);
+  auto prefetch_first = [&](const char* rows, long dim) {
+    for (long t = 0; t < min_of(kLanes, n); ++t)
+      prefetch_row(rows + offsets[t] * dim * M::kSize, kv_count * dim * M::kSize);
+  };
+  prefetch_first(pool.k, pool.k_dim);
+  read_query(a, token, first, count, K::kQuery, q, sizes.q_stride);
+  // f(heads of this pass, index of the first, its KV head) for all heads.
+  auto each_group = [&](auto&& f) {
+    for (long h = 0; h < kv_count; ++h)
+      for (long g = 0; g < group; g += kHeadsAtOnce)
+        with_heads(group - g, [&](auto heads) { f(heads, h * group + g, h); });
+  };
+  for (long t = 0; t < n; t += kLanes) {
+    long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
+    each_group([&](auto heads, long head, long h) {
+      const char* keys = pool.k + h * pool.k_dim * M::kSize;
+      dot_keys<K, decltype(heads)::value>(keys, offsets + t, left, ahead, pool.k_dim,
+                                          q + head * sizes.q_stride, sizes.q_stride,
+                                          scores + head * kScoreStride + t, kScoreStride);
     });
+  }
+  prefetch_first(pool.v, pool.v_dim);
+  ScoreScale scale(a);
+  for (long i = 0; i < count; ++i)
+    soften(scores + i * kScoreStride, n, scale, sums + i * sizes.partial_stride + sizes.sum_stride);
+  for (long i = 0; i < count; ++i)
+    memset(sums + i * sizes.partial_stride, 0, size_t(sizes.sum_stride) * 4);
+  for (long t = 0; t < n; t += kLanes) {
+    long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
+    each_group([&](auto heads, long head, long h) {
+      const char* values = pool.v + h * pool.v_dim * M::kSize;
+      add_values<M, decltype(heads)::value>(values, offsets + t, left, ahead, pool.v_dim,
+                                            scores + head * kScoreStride + t, kScoreStride,
+                                            sums + head * sizes.partial_stride,
+                                            sizes.partial_stride);
+    });
+  }
+  if (item.partial >= 0) {
+    memcpy(partials + (item.partial * a.heads + first) * sizes.partial_stride, sums,
+           size_t(count * sizes.partial_stride) * 4);
+    return;
+  }
+  for (long i = 0; i < count; ++i) {
+    const float* sum = sums + i * sizes.partial_stride;
+    const float* weight = sum + sizes.sum_stride;
+    write_row(a, token, first + i, sum, weight_factor(a, first + i, weight[0], weight[1]));
   }
 }
 

@@ -38,9 +38,9 @@ struct Span {
 };
 
 DIPTYCH_INLINE VF hide(VF x, long col, const Span& span) {
-  for (int i = 0; i < kLanes; ++i)
-    if (col + i < span.low || col + i >= span.high) x[i] = kNone;
-  return x;
+  VI at = lane_numbers() + int32_t(col);
+  x = at < int32_t(span.low) ? splat(kNone) : x;
+  return at < int32_t(span.high) ? x : splat(kNone);
 }
 
 // One row of scores [first, end) to weights; returns the factor by which older sums fade.
@@ -65,7 +65,7 @@ inline float soften_row(float* scores, char* weights, long first, long end, cons
   float base = now == kNone ? 0.0f : now;
   VF sum = {};
   for (long c = first; c < end; c += kLanes) {
-    VF w = exp2_of(load(scores + c) * factor - base);
+    VF w = exp2_of<D::kKind == Kind::BF16>(load(scores + c) * factor - base);
     sum += w;
     if (D::kKind == Kind::BF16)
       MemBF16::put(weights + c * 2, w);

@@ -17,7 +17,7 @@ constexpr long kRowPad = 16;      // at least the tallest tile
 struct AttentionSizes {  // offsets in bytes from the start of a thread's region
   long q_stride;         // bytes between query heads or rows
   long sum_stride;       // floats of one value sum, padded
-  long partial_stride;   // floats of one partial result
+  long partial_stride;   // floats of a value sum with max and sum of its weights behind it
   long decode_q, decode_offsets, decode_scores, decode_sums;
   long rows;  // rows of a prefill item, padded
   long q, keys, values, offsets, scores, weights, sums, max, total, last;
@@ -40,10 +40,10 @@ static inline AttentionSizes attention_sizes(const Pool& pool, long heads) {
     end = round_up(end + bytes, 64);
     return at;
   };
-  s.decode_q = take(group * s.q_stride);
+  s.decode_q = take(heads * s.q_stride);
   s.decode_offsets = take(kPartition * long(sizeof(long)));
-  s.decode_scores = take(4 * kScoreStride * 4);
-  s.decode_sums = take(4 * s.sum_stride * 4);
+  s.decode_scores = take(heads * kScoreStride * 4);
+  s.decode_sums = take(heads * s.partial_stride * 4);
   long decode_end = end;
   end = 0;
   s.rows = round_up(prefill_tokens(group) * group, kRowPad) + kRowPad;

@@ -68,17 +68,21 @@ inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, 
   long tiles = (count + kTileRows - 1) / kTileRows;
   long chunk_tiles = max_of(1, min_of(tiles, kChunkBytes / (lda * kTileRows)));
   long chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
+  const char* packed = reinterpret_cast<const char*>(linear.packed);
   alignas(64) char raw[kTileRows * kStepBytes];
-  for (long unit; (unit = crew.next()) < chunks * blocks;) {
+  for (long unit = crew.next(), after; unit < chunks * blocks; unit = after) {
+    after = crew.next();  // known early, so that its weights can be asked for
     long chunk = unit / blocks, block = unit % blocks;
-    const char* weights = reinterpret_cast<const char*>(linear.packed) + block * steps * kStepBytes;
+    const char* weights = packed + block * steps * kStepBytes;
+    const char* wanted = packed + after % blocks * steps * kStepBytes;
     long last = min_of(tiles, (chunk + 1) * chunk_tiles);
     for (long t = chunk * chunk_tiles; t < last; ++t) {
       // Tiles of nearly equal height: 16 rows are 8 + 8, not 14 + 2.
       long row = t * count / tiles;
       int height = int((t + 1) * count / tiles - row);
       const char* a = reinterpret_cast<const char*>(rows.data) + row * lda;
-      tile_of<D>(height, a, lda, weights, steps, raw, kBlockCols, nullptr);
+      tile_of<D, true>(height, a, lda, weights, steps, raw, kBlockCols, nullptr,
+                       t == last - 1 ? wanted : weights);
       if (out.store == Store::F32)
         finish_tile<D, MemF32>(raw, linear, rows, row, height, block, out);
       else if (out.store == Store::BF16)

@@ -7,6 +7,7 @@
 
 #include "attn_sizes.h"
 #include "torch_common.h"
+#include "weight_memory.h"
 
 namespace diptych {
 namespace {
@@ -94,8 +95,7 @@ std::tuple<at::Tensor, at::Tensor> pack_linear(const at::Tensor& weight, int64_t
   int64_t outputs = weight.size(0), inputs = weight.size(1);
   const float* second = floats(up, weight.numel(), "up");
   int64_t total = second ? 2 * outputs : outputs;
-  at::Tensor packed =
-      at::empty({packed_bytes(kind_of(kind), total, inputs)}, weight.options().dtype(at::kByte));
+  at::Tensor packed = weight_bytes(packed_bytes(kind_of(kind), total, inputs));
   at::Tensor scale = at::zeros({blocks_of(total) * kBlockCols}, weight.options());
   pack_weights(kind_of(kind), weight.const_data_ptr<float>(), second, outputs, inputs,
                packed.data_ptr<uint8_t>(), scale.data_ptr<float>());

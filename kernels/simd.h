@@ -46,6 +46,12 @@ DIPTYCH_INLINE VU load_raw(const void* p) { return *static_cast<const VU_any*>(p
 DIPTYCH_INLINE VF larger(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
 DIPTYCH_INLINE VF absolute(VF x) { return (VF)((VU)x & 0x7fffffffu); }
 
+DIPTYCH_INLINE VI lane_numbers() {
+  VI n;
+  for (int i = 0; i < kLanes; ++i) n[i] = i;
+  return n;
+}
+
 DIPTYCH_INLINE float sum_lanes(VF x) {
   float s[kLanes];
   store(s, x);
@@ -216,23 +222,39 @@ DIPTYCH_INLINE void with_store(Store s, F&& f) {
 
 constexpr float kLog2e = 1.44269504f;
 
-// 2^x to about 2^-22 relative; 0 below 2^-126, NaN stays NaN, infinite above 2^127.
+// 2^f for f in [-0.5, 0.5]: to 2^-22 relative (Cephes exp2f), or to 2^-13, enough for bf16.
+template <bool kRough>
+DIPTYCH_INLINE VF exp2_fraction(VF f) {
+  if constexpr (kRough) {
+    VF p = f * 5.5171669e-2f + 2.4261112e-1f;
+    p = p * f + 6.9326099e-1f;
+    return p * f + 9.9992807e-1f;
+  }
+  VF p = f * 1.5353362e-4f + 1.3398874e-3f;
+  p = p * f + 9.6184374e-3f;
+  p = p * f + 5.5503325e-2f;
+  p = p * f + 2.4022648e-1f;
+  p = p * f + 6.9314720e-1f;
+  return p * f + 1.0f;
+}
+
+// 2^x; 0 for -infinity and below about 2^-126, infinite above 2^128, NaN stays NaN.
+template <bool kRough = false>
 DIPTYCH_INLINE VF exp2_of(VF x) {
+#if defined(__AVX512F__)
+  __m512 y = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // NaN: the second operand
+  __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (VF)_mm512_scalef_ps((__m512)exp2_fraction<kRough>((VF)(y - n)), n);
+#else
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   VF low = x < -126.5f ? splat(-126.5f) : x;
   VF y = low > 127.9f ? splat(127.9f) : low;
   VF shifted = y + kMagic;
   VI n = (VI)shifted - (VI)splat(kMagic);
-  VF f = y - (shifted - kMagic);
-  VF p = f * 1.5353362e-4f + 1.3398874e-3f;  // Cephes exp2f
-  p = p * f + 9.6184374e-3f;
-  p = p * f + 5.5503325e-2f;
-  p = p * f + 2.4022648e-1f;
-  p = p * f + 6.9314720e-1f;
-  p = p * f + 1.0f;
   VF scale = (VF)((n + 127) << 23);
-  VF result = p * scale;
+  VF result = exp2_fraction<kRough>(y - (shifted - kMagic)) * scale;
   return x < -126.0f ? VF{} : result;
+#endif
 }
 
 DIPTYCH_INLINE VF silu(VF x) { return x / (1.0f + exp2_of(x * -kLog2e)); }

@@ -112,9 +112,10 @@ constexpr int kTileRows = 1;
 
 // out[row][0 … 31] (+)= a[row] * block. `lda` in bytes; `out` rows are `ldo` 4-byte elements
 // apart. With `fade` the old value counts, multiplied by fade[row] (fp32 results only).
-template <class D, int R>
+// With kAhead, memory of the block's size at `ahead` is asked for meanwhile.
+template <class D, int R, bool kAhead>
 DIPTYCH_INLINE void tile(const char* a, long lda, const char* block, long steps, char* out,
-                         long ldo, const float* fade) {
+                         long ldo, const float* fade, const char* ahead) {
   typedef typename D::Acc Acc;
   typedef Acc Acc_any __attribute__((aligned(1), may_alias));
   Acc acc[R][kBlockVecs];
@@ -128,6 +129,10 @@ DIPTYCH_INLINE void tile(const char* a, long lda, const char* block, long steps,
       }
     }
   for (long s = 0; s < steps; ++s) {
+    if constexpr (kAhead) {
+      __builtin_prefetch(ahead + s * kStepBytes, 0, 2);
+      __builtin_prefetch(ahead + s * kStepBytes + 64, 0, 2);
+    }
     VU b[kBlockVecs];
 #pragma GCC unroll 16
     for (int v = 0; v < kBlockVecs; ++v) b[v] = load_raw(block + s * kStepBytes + v * DIPTYCH_BYTES);
@@ -146,12 +151,12 @@ DIPTYCH_INLINE void tile(const char* a, long lda, const char* block, long steps,
 }
 
 // The tile of a height known only at run time, 1 … kTileRows.
-template <class D>
+template <class D, bool kAhead = false>
 inline void tile_of(int height, const char* a, long lda, const char* block, long steps, char* out,
-                    long ldo, const float* fade) {
+                    long ldo, const float* fade, const char* ahead = nullptr) {
 #define DIPTYCH_TILE(R) \
   case R:               \
-    return tile<D, R>(a, lda, block, steps, out, ldo, fade);
+    return tile<D, R, kAhead>(a, lda, block, steps, out, ldo, fade, ahead);
   switch (height) {
     DIPTYCH_TILE(1)
 #if defined(__AVX2__)

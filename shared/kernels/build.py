@@ -2,6 +2,9 @@
 
 The folder is named after everything that goes into it (sources, flags, compiler, torch), so a
 change of any of these builds anew, and processes of one machine share one build.
+
+``python -m shared.kernels.build`` compiles into ``kernels/built`` instead, for an image that
+holds no compiler; such a library serves as long as sources, flags and torch are the same.
 """
 
 import fcntl
@@ -23,6 +26,7 @@ from msgspec import Struct
 from shared.known_models import cache_dir
 
 SOURCE_DIR: Final = Path(__file__).resolve().parents[2] / "kernels"
+SHIPPED_DIR: Final = SOURCE_DIR / "built"
 
 _COMPILERS: Final = ("g++", "c++", "clang++")
 _COMPILE_TIMEOUT: Final = 600.0
@@ -42,7 +46,7 @@ TIERS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Compiler flags of each tier; ``kernels/dispatch.cpp`` chooses among them at run time."""
 _PLAIN_SOURCES: Final = ("team.cpp", "dispatch.cpp", "plan.cpp")
-_TORCH_SOURCES: Final = ("ops.cpp", "stack.cpp")
+_TORCH_SOURCES: Final = ("ops.cpp", "stack.cpp", "weight_memory.cpp")
 
 
 class KernelsUnavailable(Exception):
@@ -74,15 +78,18 @@ def tier_jobs() -> list[CompileJob]:
 
 
 def build() -> Path:
-    """Return the library, compiled now unless the cache holds it.
+    """Return the library, compiled now unless it was shipped or the cache holds it.
 
     Raises:
         KernelsUnavailable: no compiler, no sources, a failed compilation, or a cache that
             cannot be written.
     """
-    compiler = find_compiler()
     if not SOURCE_DIR.is_dir():
         raise KernelsUnavailable(f"the kernel sources are not installed ({SOURCE_DIR})")
+    shipped = SHIPPED_DIR / _fingerprint() / _LIBRARY
+    if shipped.is_file():
+        return shipped
+    compiler = find_compiler()
     target = cache_dir() / "kernels" / _fingerprint(compiler)
     library = target / _LIBRARY
     if library.is_file():
@@ -95,6 +102,15 @@ def build() -> Path:
     except OSError as error:
         raise KernelsUnavailable(f"cannot build kernels in {target.parent}: {error}") from error
     return library
+
+
+def ship() -> Path:
+    """Compile into ``kernels/built`` and return the library. Raises ``KernelsUnavailable``."""
+    target = SHIPPED_DIR / _fingerprint()
+    SHIPPED_DIR.mkdir(exist_ok=True)
+    if not (target / _LIBRARY).is_file():
+        _build_into(target, find_compiler())
+    return target / _LIBRARY
 
 
 def find_compiler() -> str:
@@ -159,10 +175,12 @@ def _build_into(target: Path, compiler: str) -> None:
     _say(f"compiled kernels in {time.monotonic() - started:.0f} s")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str | None = None) -> str:
+    """Return the name of what the sources become, by ``compiler`` or by any."""
     digest = hashlib.sha256()
-    version = _run([compiler, "--version"]).splitlines()[0]
-    described = (torch.__version__, platform.machine(), compiler, version, _FLAGS, TIERS)
+    described: tuple[object, ...] = (torch.__version__, platform.machine(), _FLAGS, TIERS)
+    if compiler is not None:
+        described += (compiler, _run([compiler, "--version"]).splitlines()[0])
     digest.update(repr(described).encode())
     for path in sorted(SOURCE_DIR.iterdir()):
         if path.suffix in (".cpp", ".h"):
@@ -204,3 +222,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    print(ship())

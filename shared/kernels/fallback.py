@@ -100,7 +100,11 @@ def linear(
     if kind == "int8":
         assert scale is not None
         rows, row_scale = quantise_rows(x)
-        y = torch._int_mm(rows, weight.t()).float() * (row_scale * scale)
+        if rows.shape[1] == 1:  # torch 2.13's _int_mm returns zeros for one input
+            y = rows.float() * weight.float().t()
+        else:
+            y = torch._int_mm(rows, weight.t()).float()
+        y = y * (row_scale * scale)
     else:
         y = functional.linear(x.to(weight.dtype), weight).float()
     return y if bias is None else y + bias

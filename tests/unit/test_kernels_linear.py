@@ -1,0 +1,145 @@
+"""Linear layers, norms and gates against torch, on every tier and on the torch fallback."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from shared.kernels.ops import PackedLinear, rms_norm, rotary_table, silu_mul
+from shared.kernels.types import LinearKind
+from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
+
+__all__ = ["kernels"]
+
+KINDS: tuple[LinearKind, ...] = ("fp32", "bf16", "int8")
+TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3, "int8": 2e-2}
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def _bound(x: torch.Tensor, weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:
+    """Return how far rounding of inputs and weights can move each result."""
+    if kind == "int8":  # half a step of each, steps being largest / 127
+        largest = x.abs().amax(1, keepdim=True) * weight.abs().amax(1)
+        return largest * x.shape[1] * (1 / 127 + 1 / 254**2)
+    return (x.abs() @ weight.abs().t()) * (2**-7.9 if kind == "bf16" else 2**-20)
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 130),
+    inputs=st.integers(1, 200),
+    bias=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_any_shape(
+    kernels: str, kind: LinearKind, rows: int, outputs: int, inputs: int, bias: bool, seed: int
+) -> None:
+    """Tails of rows, columns and inputs that fill no tile, block or step."""
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    offset = torch.randn(outputs) * inputs**0.5 if bias else None
+    actual = PackedLinear(weight, offset, kind)(x)
+    expected = functional.linear(x, weight, offset)
+    assert ((actual - expected).abs() <= _bound(x, weight, kind) + 1e-6 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows(kernels: str, kind: LinearKind) -> None:
+    """Prefill: several chunks of rows against every block of columns."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(700, 576), torch.randn(200, 576)
+    assert _error(PackedLinear(weight, None, kind)(x), x @ weight.t()) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_does_not_depend_on_its_neighbours(kernels: str, kind: LinearKind) -> None:
+    """Batch invariance, bit by bit, for every height of tile."""
+    torch.manual_seed(0)
+    linear = PackedLinear(torch.randn(70, 96), torch.randn(70), kind)
+    x = torch.randn(33, 96)
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in range(1, 34):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_nan_stays_in_its_row(kernels: str, kind: LinearKind, poison: float) -> None:
+    """One request's NaN or infinity must reach its own row's result and no other's."""
+    torch.manual_seed(0)
+    linear = PackedLinear(torch.randn(40, 64), None, kind)
+    x = torch.randn(5, 64)
+    clean = linear(x)
+    x[2, 17] = poison
+    dirty = linear(x)
+    assert not dirty[2].isfinite().any()
+    for row in (0, 1, 3, 4):
+        assert torch.equal(dirty[row], clean[row])
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+def test_int8_is_exact_up_to_its_scales(kernels: str) -> None:
+    """Saturating or overflowing byte products at full range, with every sign."""
+    weight = torch.tensor([[127.0, -127.0], [-127.0, -127.0], [127.0, 127.0]]).repeat(1, 500)
+    x = torch.tensor([[127.0, 127.0], [127.0, -127.0], [-127.0, -127.0]]).repeat(1, 500)
+    assert torch.allclose(PackedLinear(weight, None, "int8")(x), x @ weight.t(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+def test_zero_and_tiny_rows(kernels: str) -> None:
+    """A row of zeros has no scale to divide by; one of subnormal numbers has no inverse."""
+    linear = PackedLinear(torch.randn(8, 16), None, "int8")
+    x = torch.zeros(3, 16)
+    x[1] = 1e-42
+    assert torch.equal(linear(x)[0], torch.zeros(8))
+    assert linear(x).isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 15, 16, 33, 576])
+def test_norm_and_gate(kernels: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    x, y, weight = (
+        torch.randn(7, width).to(dtype),
+        torch.randn(7, width).to(dtype),
+        torch.rand(width),
+    )
+    tolerance = (
+        {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+    )
+    expected = functional.rms_norm(x.float(), (width,), weight, 1e-5)
+    assert torch.allclose(rms_norm(x, weight, 1e-5).float(), expected, **tolerance)
+    gated = functional.silu(x.float()) * y.float()
+    assert torch.allclose(silu_mul(x, y).float(), gated, **tolerance)
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+def test_gate_far_from_zero(kernels: str) -> None:
+    """exp must neither overflow into NaN nor leave garbage where it underflows."""
+    x = torch.tensor([[-1e30, -1000.0, -104.0, -88.0, 0.0, 88.0, 1000.0, 1e30]]).repeat(3, 3)
+    one = torch.ones_like(x)
+    assert torch.allclose(silu_mul(x, one), functional.silu(x), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("kernels", ["generic", "torch"], indirect=True)
+def test_rotary_table(kernels: str) -> None:
+    """Positions late in a long context must not lose their angle."""
+    positions = torch.tensor([0, 1, 131_071, 7])
+    frequencies = 1e6 ** -torch.linspace(0, 1, 20)
+    cos, sin = rotary_table(positions, frequencies, 1.5)
+    angle = positions[:, None].float() * frequencies
+    assert torch.allclose(cos, angle.cos() * 1.5, atol=1e-5)
+    assert torch.allclose(sin, angle.sin() * 1.5, atol=1e-5)

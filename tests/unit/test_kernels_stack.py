@@ -1,0 +1,188 @@
+"""Fused decoder layers against transformers' own models."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from shared.kernels.llama import LlamaStack
+from shared.kernels.types import AttentionBatch, LinearKind
+from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
+
+__all__ = ["kernels"]
+
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "int8": 6e-2}
+BLOCKS, BLOCK_SIZE = 30, 4
+
+
+def _model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config: PreTrainedConfig
+    model: nn.Module
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**SIZES, head_dim=16, sliding_window=9))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    else:
+        config = Qwen3Config(**SIZES, head_dim=32, use_sliding_window=True, sliding_window=7)
+        config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide a mix-up
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+    return model.eval()
+
+
+class Runner:
+    """A stack with a poisoned pool; runs tokens of sequences that keep their blocks."""
+
+    def __init__(self, model: nn.Module, kind: LinearKind, pool: torch.dtype) -> None:
+        stack = LlamaStack.of_model(model, kind)
+        assert stack is not None
+        self.model, self.stack = model, stack
+        shape = (BLOCKS, BLOCK_SIZE, stack.shape.kv_heads, stack.shape.head_dim)
+        self.k = [torch.full(shape, math.nan, dtype=pool) for _ in range(stack.num_layers)]
+        self.v = [torch.full(shape, math.nan, dtype=pool) for _ in range(stack.num_layers)]
+        stack.attach(self.k, self.v)
+        self.tables = torch.randperm(BLOCKS).int().view(3, -1)
+
+    def __call__(
+        self, parts: list[tuple[int, int, torch.Tensor]], *, whole: bool = True
+    ) -> torch.Tensor:
+        """Run (sequence, start, ids) parts in one step; logits of every row."""
+        counts = [len(ids) for _, _, ids in parts]
+        batch = AttentionBatch(
+            self.tables[[s for s, _, _ in parts]].contiguous(),
+            torch.tensor([0, *counts]).cumsum(0).int(),
+            torch.tensor([start + len(ids) for _, start, ids in parts]).int(),
+        )
+        ids = torch.cat([ids for _, _, ids in parts])
+        x = self.model.get_input_embeddings()(ids).float().clone()  # type: ignore[operator]
+        rotary = self.stack.rotary(batch)
+        if whole:
+            self.stack.run(x, batch, rotary)
+        else:
+            for layer in range(self.stack.num_layers):
+                self.stack.run(x, batch, rotary, range(layer, layer + 1))
+        return self.stack.logits(x, torch.arange(len(ids)))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_logits_equal_the_model(kernels: str, family: str, kind: LinearKind) -> None:
+    """Two prompts, one in chunks beside the other's decodes, against one plain forward each."""
+    model = _model(family)
+    run = Runner(model, kind, torch.float32)
+    a, b = torch.randint(0, 300, (33,)), torch.randint(0, 300, (21,))
+    steps = [
+        run([(0, 0, a[:17])]),
+        run([(0, 17, a[17:31]), (1, 0, b[:20])], whole=False),
+        run([(1, 20, b[20:]), (0, 31, a[31:32])]),
+        run([(0, 32, a[32:])]),
+    ]
+    ours_a = torch.cat((steps[0], steps[1][:14], steps[2][1:], steps[3]))
+    ours_b = torch.cat((steps[1][14:], steps[2][:1]))
+    for ids, ours in ((a, ours_a), (b, ours_b)):
+        theirs = model(input_ids=ids[None], use_cache=False).logits[0]
+        assert (ours - theirs).norm() / theirs.norm() < TOLERANCE[kind]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+def test_logits_do_not_depend_on_the_batch(
+    kernels: str, kind: LinearKind, pool: torch.dtype
+) -> None:
+    """Whole layers, bit by bit: a request's tokens must not change with its company."""
+    model = _model("llama")
+    ids = [torch.randint(0, 300, (n,)) for n in (20, 1, 9)]
+    together = Runner(model, kind, pool)
+    company = together([(s, 0, ids[s]) for s in range(3)])
+    rows = 0
+    for s in range(3):
+        alone = Runner(model, kind, pool)([(s, 0, ids[s])])
+        assert torch.equal(alone, company[rows : rows + len(ids[s])])
+        rows += len(ids[s])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_nan_stays_in_its_sequence(kernels: str, kind: LinearKind) -> None:
+    """A request whose activations overflow must not take the rest of the batch along."""
+    model = _model("llama")
+    ids = [torch.randint(1, 300, (n,)) for n in (5, 1, 9)]
+    clean = Runner(model, kind, torch.float32)([(s, 0, ids[s]) for s in range(3)])
+    ids[1][0] = 0
+    model.get_input_embeddings().weight[0] = math.nan  # type: ignore[operator, index, union-attr]
+    dirty = Runner(model, kind, torch.float32)([(s, 0, ids[s]) for s in range(3)])
+    assert dirty[5].isnan().all()
+    assert torch.allclose(dirty[:5], clean[:5], atol=1e-5)
+    assert torch.allclose(dirty[6:], clean[6:], atol=1e-5)
+
+
+def test_other_layers_are_not_taken() -> None:
+    """A model with layers we do not know must keep its own forward pass."""
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.layers = nn.ModuleList([nn.Linear(2, 2)])
+            self.config = LlamaConfig(**SIZES)
+
+    assert LlamaStack.of_model(Other(), "int8") is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
+def test_wrong_pools_and_layers_are_refused(kernels: str) -> None:
+    """Raw pointers are at work behind these calls: what does not fit must raise."""
+    model = _model("llama")
+    stack = LlamaStack.of_model(model, "fp32")
+    assert stack is not None
+    batch = AttentionBatch(
+        torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1]).int(), torch.tensor([1]).int()
+    )
+    x, rotary = torch.zeros(1, 96), stack.rotary(batch)
+    good = [torch.zeros(2, 4, 2, 16) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="attach"):
+        stack.run(x, batch, rotary)
+    with pytest.raises(RuntimeError, match="per layer"):
+        stack.attach(good[:2], good[:2])
+    with pytest.raises(RuntimeError, match="another shape"):
+        stack.attach([torch.zeros(2, 4, 2, 8)] * 3, good)
+    stack.attach(good, good)
+    with pytest.raises(RuntimeError, match="no layers"):
+        stack.run(x, batch, rotary, range(2, 4))
+    with pytest.raises(RuntimeError, match="no row"):
+        stack.logits(x, torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="x must be"):
+        stack.run(x.bfloat16(), batch, rotary)
