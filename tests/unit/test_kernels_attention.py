@@ -1,6 +1,7 @@
 """Paged attention against a plain fp32 reference, on every tier and on the torch fallback."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,16 @@ def _tolerance(tier: str, pool: torch.dtype) -> float:
     return 4e-2 if tier == "avx512bf16" and pool == torch.bfloat16 else 5e-5
 
 
-def _check(tier: str, case: Case, **options: object) -> None:
+def _check(tier: str, case: Case, **options: Any) -> None:
     scaling = case.q.shape[2] ** -0.5
-    expected = attention(case, scaling, **options)  # type: ignore[arg-type]
+    expected = attention(case, scaling, **options)
     actual = paged_attention(
         case.q,
         case.k_pool,
         case.v_pool,
         case.batch,
         scaling=scaling,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     error = (actual - expected).abs().max().item()
     assert error <= _tolerance(tier, case.k_pool.dtype)
@@ -107,7 +108,7 @@ def test_any_shape(kernels: str, data: st.DataObject) -> None:
 def test_result_does_not_depend_on_the_batch(kernels: str, pool: torch.dtype) -> None:
     """Greedy output must not change with what else happens to be in the step."""
     options = {"heads": 6, "kv_heads": 2, "k_dim": 64, "v_dim": 64, "block_size": 16}
-    case = make_case(3, MIXED, pool_dtype=pool, **options)  # type: ignore[arg-type]
+    case = make_case(3, MIXED, pool_dtype=pool, **options)
 
     def run(batch: AttentionBatch, q: torch.Tensor) -> torch.Tensor:
         return paged_attention(q, case.k_pool, case.v_pool, batch, scaling=0.125)
@@ -127,9 +128,9 @@ def test_result_does_not_depend_on_the_batch(kernels: str, pool: torch.dtype) ->
 def test_nan_stays_in_its_sequence(kernels: str) -> None:
     """One request's NaN must fail that request only."""
     options = {"heads": 6, "kv_heads": 2, "k_dim": 16, "v_dim": 16, "block_size": 4}
-    case = make_case(4, [(1, 50), (1, 50), (20, 20)], pool_dtype=torch.float32, **options)  # type: ignore[arg-type]
+    case = make_case(4, [(1, 50), (1, 50), (20, 20)], pool_dtype=torch.float32, **options)
     clean = paged_attention(case.q, case.k_pool, case.v_pool, case.batch, scaling=0.25)
-    case.k_pool[case.batch.tables[1, 3].item(), 1] = math.nan
+    case.k_pool[int(case.batch.tables[1, 3]), 1] = math.nan
     q = case.q.clone()
     q[-1] = math.inf
     dirty = paged_attention(q, case.k_pool, case.v_pool, case.batch, scaling=0.25)
@@ -143,7 +144,7 @@ def test_nan_stays_in_its_sequence(kernels: str) -> None:
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
 def test_queries_of_any_float_type(kernels: str, output: torch.dtype) -> None:
     options = {"heads": 6, "kv_heads": 2, "k_dim": 64, "v_dim": 40, "block_size": 4}
-    case = make_case(5, [(1, 50), (30, 60)], pool_dtype=torch.float32, **options)  # type: ignore[arg-type]
+    case = make_case(5, [(1, 50), (30, 60)], pool_dtype=torch.float32, **options)
     out = paged_attention(case.q.to(output), case.k_pool, case.v_pool, case.batch, scaling=0.125)
     assert out.dtype == output
     assert (out.float() - attention(case, 0.125)).abs().max() < 2e-2
