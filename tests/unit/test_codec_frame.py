@@ -211,6 +211,16 @@ def test_forged_parameters_are_refused() -> None:
             refused(codec, forged.pack(), shape)
 
 
+def test_forged_code_longer_than_its_symbols_is_refused() -> None:
+    """An entropy decoder reads any words; only what is left over tells that they were wrong."""
+    codec, encoded, shape = encode("cachegen", CODED)
+    by = encoded.header.parameters
+    assert isinstance(by, BinnedParameters) and by.v.words
+    longer = replace(by, v=replace(by.v, words=by.v.words + 1))
+    forged = reseal(encoded, bytes(encoded.payload) + b"\1\2\3\4", longer)
+    assert "does not fit its table" in refused(codec, forged.pack(), shape)
+
+
 def test_format_of_version_1_stays() -> None:
     """Stores hold these bytes across releases: a change needs a new version.
 

@@ -25,12 +25,14 @@ _BEST = 512
 
 
 class Transfer(Struct, frozen=True, kw_only=True):
-    """Bytes before and after, and seconds of either end, over all layers of all texts."""
+    """Bytes before and after, over all layers of all texts.
+
+    ``seconds`` [encoded chunks, 2] of encoding and decoding each.
+    """
 
     raw_bytes: int
     encoded_bytes: int
-    encode_seconds: float
-    decode_seconds: float
+    seconds: NDArray[np.float64]
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ class Continuations:
     def transfer(self, codec: Codec) -> Transfer:
         """Take all KV through ``codec`` to where ``continue_texts`` reads it."""
         raw = encoded_bytes = 0
-        encoding = decoding = 0.0
+        seconds = []
         layout = self._engine.layout
         owners = [i for i, layer in enumerate(layout.layers) if layer.shares is None]
         for index in range(len(self._texts)):
@@ -99,17 +101,11 @@ class Continuations:
                     encoded = time.perf_counter()
                     shape = KvShape.of(layout, layer, tokens)
                     k, v = codec.decode(EncodedBlocks.unpack(frame), shape)
-                    decoding += time.perf_counter() - encoded
-                    encoding += encoded - begun
+                    seconds.append((encoded - begun, time.perf_counter() - encoded))
                     scatter_tokens(self._arena, layer, target[low:], k, v)
                     raw += shape.raw_bytes
                     encoded_bytes += len(frame)
-        return Transfer(
-            raw_bytes=raw,
-            encoded_bytes=encoded_bytes,
-            encode_seconds=encoding,
-            decode_seconds=decoding,
-        )
+        return Transfer(raw_bytes=raw, encoded_bytes=encoded_bytes, seconds=np.array(seconds))
 
     def continue_texts(self) -> BestTokens:
         """Read the continuations on what ``transfer`` left; all positions of all texts.
