@@ -55,11 +55,20 @@ class WorkersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """KV hand-over. ``notify_layers``: layers per ready notification while prefill computes."""
+    """KV hand-over. ``notify_layers``: layers per ready notification while prefill computes.
 
-    path: Literal["ipc"] = "ipc"
+    ``path``: ``ipc`` copies out of shared memory, ``host`` sends over sockets, ``auto`` takes
+    ``ipc`` where a self-test proves it and ``host`` elsewhere, decided once per pair. On
+    ``host`` a reader has ``window`` slots for chunks of ``chunk_size`` bytes, and asks again after
+    ``stall_timeout`` without one.
+    """
+
+    path: Literal["auto", "ipc", "host"] = "auto"
     pipeline: bool = True
     notify_layers: Positive = 8
+    chunk_size: ByteSize = ByteSize(512 << 10)
+    window: Annotated[int, Meta(ge=1, le=1024)] = 32
+    stall_timeout: Seconds = Seconds(2.0)
     lease: Seconds = Seconds(30.0)
     heartbeat: Seconds = Seconds(5.0)
 
@@ -88,21 +97,33 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Front door. ``api_keys``: key -> tenant; absent means one local tenant, no key asked."""
+    """Front door. ``api_keys``: key -> tenant; absent means one local tenant, no key asked.
+
+    Without keys ``http`` must be a loopback address, unless ``allow_anonymous`` says that
+    something else keeps strangers out, such as a container's port published to loopback only.
+    """
 
     http: str = "127.0.0.1:8000"
     zmq: str | None = None
     api_keys: dict[str, str] | None = None
+    allow_anonymous: bool = False
     max_body: ByteSize = ByteSize(8 << 20)
     max_open: Positive = 1024
     request_timeout: Seconds = Seconds(600.0)
 
 
 class EndpointsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Control endpoints; absent ones are ipc sockets in ``runtime_dir``."""
+    """Control endpoints; absent ones are ipc sockets in ``runtime_dir``.
+
+    ``kv: tcp://HOST:PORT`` lets workers of other hosts reach these: worker number i of the
+    deployment binds PORT + 2i for control and PORT + 2i + 1 for KV bytes. ``advertise`` is
+    the host name or address that others reach this host by, needed where HOST is a wildcard.
+    """
 
     router_gateways: str | None = None
     router_workers: str | None = None
+    kv: str | None = None
+    advertise: str | None = None
 
 
 class SecuritySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +131,28 @@ class SecuritySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     curve: Literal["auto", "always"] = "auto"
     keys: str | None = None
+
+
+class ChunkFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Harm to KV chunks that ``worker`` (default: each) sends on the ``host`` path.
+
+    Strikes the ``chunk``-th it sends, from 0, once, or any with ``probability``; at most
+    ``times`` times. ``delay`` holds the chunk back, ``stall`` everything from then on.
+    """
+
+    kind: Literal["delay", "drop", "duplicate", "reorder", "corrupt", "truncate", "stall", "kill"]
+    chunk: NonNegative | None = None
+    probability: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    delay: Seconds = Seconds(0.1)
+    times: Positive | None = None
+    worker: str | None = None
+
+
+class FaultsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Faults injected on purpose, to see what they do. ``seed`` makes them repeatable."""
+
+    seed: int = 0
+    chunks: tuple[ChunkFault, ...] = ()
 
 
 class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,6 +168,7 @@ class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateway: GatewaySection = GatewaySection()
     endpoints: EndpointsSection = EndpointsSection()
     security: SecuritySection = SecuritySection()
+    faults: FaultsSection | None = None
     runtime_dir: str | None = None
 
 
@@ -156,10 +200,12 @@ def parse_address(text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-_SIZE_KEYS = {"kv_memory", "max_body"}
+_SIZE_KEYS = {"kv_memory", "max_body", "chunk_size"}
 _DURATION_KEYS = {
     "lease",
     "heartbeat",
+    "stall_timeout",
+    "delay",
     "worker_timeout",
     "hung_after",
     "drain_timeout",
@@ -170,6 +216,8 @@ _FREE_KEYS = {"api_keys"}
 
 def _units_to_numbers(node: object, path: str) -> object:
     """Replace sizes and durations written with units by plain numbers."""
+    if isinstance(node, list):
+        return [_units_to_numbers(item, f"{path}[{i}]") for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     out: dict[object, object] = {}
@@ -218,6 +266,8 @@ def _allowed(message: str) -> str:
 
 
 def _arms(node: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:
+    if isinstance(node, msgspec.inspect.VarTupleType):
+        return _arms(node.item_type)
     return node.types if isinstance(node, msgspec.inspect.UnionType) else (node,)
 
 
@@ -236,6 +286,7 @@ def check_deployment(deployment: Deployment, source: str) -> None:
     _check_roles(deployment, source)
     if deployment.transfer.heartbeat * 2 > deployment.transfer.lease:
         raise BadConfig(f"{source}: `transfer.heartbeat` must be at most half of `transfer.lease`")
+    _check_transfer(deployment, source)
     try:
         parse_address(deployment.gateway.http)
     except ValueError as error:
@@ -250,6 +301,40 @@ def check_deployment(deployment: Deployment, source: str) -> None:
                 f"{source}: expected an endpoint such as tcp://127.0.0.1:5555 or "
                 f"ipc:///run/x.sock, got {endpoint!r} - at `$.{key}`"
             )
+
+
+_MAX_WORKERS = 256
+_WILDCARDS = ("0.0.0.0", "::", "*")
+_CHUNK_SIZES = (4 << 10, 8 << 20)
+
+
+def _check_transfer(deployment: Deployment, source: str) -> None:
+    size, (least, most) = deployment.transfer.chunk_size, _CHUNK_SIZES
+    if not least <= size <= most:
+        raise BadConfig(f"{source}: `transfer.chunk_size` must be 4KiB to 8MiB, got {size} bytes")
+    for index, fault in enumerate(deployment.faults.chunks if deployment.faults else ()):
+        if (fault.chunk is None) is (fault.probability is None):
+            raise BadConfig(
+                f"{source}: a fault needs either `chunk` or `probability` "
+                f"- at `$.faults.chunks[{index}]`"
+            )
+    endpoint = deployment.endpoints.kv
+    if endpoint is None:
+        return
+    try:
+        host, port = parse_address(endpoint.removeprefix("tcp://"))
+    except ValueError:
+        host, port = "", 0
+    if not endpoint.startswith("tcp://") or not 0 < port < 65536 - 2 * _MAX_WORKERS:
+        raise BadConfig(
+            f"{source}: expected tcp://HOST:PORT with a port of 1 to {65535 - 2 * _MAX_WORKERS}, "
+            f"got {endpoint!r} - at `$.endpoints.kv`"
+        )
+    if host in _WILDCARDS and deployment.endpoints.advertise is None:
+        raise BadConfig(
+            f"{source}: `endpoints.kv` listens on every address; `endpoints.advertise` must say "
+            "by which host name or address other hosts reach this one"
+        )
 
 
 def _check_roles(deployment: Deployment, source: str) -> None:

@@ -29,7 +29,21 @@ def router_workers_endpoint(deployment: Deployment) -> str:
 
 def kv_endpoint(deployment: Deployment, worker: WorkerId) -> str:
     """Return the endpoint a worker binds for its KV link."""
-    return _ipc(deployment, f"kv-{worker}")
+    return _kv_tcp(deployment, worker, 0) or _ipc(deployment, f"kv-{worker}")
+
+
+def bulk_endpoint(deployment: Deployment, worker: WorkerId) -> str:
+    """Return the endpoint a worker binds for KV bytes on the ``host`` path."""
+    return _kv_tcp(deployment, worker, 1) or _ipc(deployment, f"bulk-{worker}")
+
+
+def advertised(deployment: Deployment, endpoint: str) -> str:
+    """Return ``endpoint`` as other hosts must spell it."""
+    host = deployment.endpoints.advertise
+    if host is None or not endpoint.startswith("tcp://"):
+        return endpoint
+    name = f"[{host}]" if ":" in host else host
+    return f"tcp://{name}:{endpoint.rpartition(':')[2]}"
 
 
 def client_endpoint(deployment: Deployment) -> str:
@@ -50,9 +64,31 @@ def worker_ids(deployment: Deployment) -> list[tuple[WorkerId, Role]]:
 
 
 def host_id() -> HostId:
-    """Return machine + boot + pid namespace; addresses are no proof of sharing memory."""
+    """Return boot + pid namespace + start of its first process.
+
+    Processes with the same one can open each other's memory. Addresses and host names prove
+    nothing: containers that share a pid namespace have names of their own.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return HostId(f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.uname().nodename}")
+    return HostId(f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{_first_process_start()}")
+
+
+def _first_process_start() -> str:
+    """Return clock ticks since boot, "-" where proc hides the process (proc(5), hidepid)."""
+    try:
+        fields = Path("/proc/1/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return "-"
+    return fields[19].decode()
+
+
+def _kv_tcp(deployment: Deployment, worker: WorkerId, offset: int) -> str | None:
+    base = deployment.endpoints.kv
+    if base is None:
+        return None
+    host, _, port = base.rpartition(":")
+    index = [name for name, _ in worker_ids(deployment)].index(worker)
+    return f"{host}:{int(port) + 2 * index + offset}"
 
 
 def _ipc(deployment: Deployment, name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 import uvloop
+import zmq
 
 T = TypeVar("T")
 
@@ -32,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # libuv makes a signal pipe with its first loop and keeps it for the life of the process.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop()
+    # pyzmq starts one thread with the first message sent without a copy, and keeps it.
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        push.bind("inproc://prime")
+        pull.connect("inproc://prime")
+        push.send(bytes(1 << 17), copy=False)
+        pull.recv()
+    context.term()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 import diptych
 from shared.config import Deployment
 from shared.errors import ResourceMissing
-from shared.messages.fleet import FleetStatus, WorkerStatus
+from shared.messages.fleet import FleetStatus, PairStatus, WorkerStatus
 from tools.running import client, require_running
 from tools.supervise.control import Control, ProcessState
 from tools.supervise.plan import RunPaths, processes, run_paths
@@ -102,9 +102,22 @@ def render(deployment: Deployment, now: Snapshot, before: Snapshot) -> Renderabl
             f"{counters.failed} failed, {counters.cancelled} cancelled, "
             f"{counters.rejected} rejected, {counters.retries} retries"
         )
+        parts += [_pair_line(worker, pair) for worker in now.fleet.workers for pair in worker.pairs]
     if now.problem:
         parts.append(f"[red]{now.problem}[/red]")
     return Group(*parts)
+
+
+def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
+    colour = "yellow" if pair.reason == "cannot_map" else "dim"
+    path = "no path yet" if pair.path is None else f"{pair.path} ({pair.reason})"
+    text = (
+        f"KV {pair.source} to {worker.worker}: {path}, {pair.transfers} hand-overs, "
+        f"{pair.failed} failed, {pair.bytes / 1e6:.1f} MB"
+    )
+    if pair.chunks_again:
+        text += f", {pair.chunks_again} chunks asked for again"
+    return f"[{colour}]{text}[/{colour}]"
 
 
 def _headline(deployment: Deployment, now: Snapshot) -> str:

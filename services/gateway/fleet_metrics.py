@@ -9,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from shared.messages.fleet import FleetStatus, WorkerStatus
 
 _LABELS = ("worker", "role")
+_PAIR_LABELS = ("worker", "source", "path", "reason")
+_PAIR_COUNTS = ("transfers", "failed", "bytes", "seconds", "visible_seconds", "chunks_again")
 
 
 class FleetCollector:
@@ -38,6 +40,7 @@ class FleetCollector:
             split.add_metric((reason,), value)
         yield split
         yield from _workers(status.workers)
+        yield from _pairs(status.workers)
 
 
 def fleet_text(status: FleetStatus | None) -> bytes:
@@ -66,6 +69,19 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
         )
         for worker in workers:
             counter.add_metric((worker.worker, worker.role), getattr(worker.counters, name))
+        yield counter
+
+
+def _pairs(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
+    """Yield KV by source, path and why that path."""
+    for name in _PAIR_COUNTS:
+        counter = CounterMetricFamily(
+            f"diptych_kv_{name}", f"KV hand-overs of a pair: {name}.", labels=_PAIR_LABELS
+        )
+        for worker in workers:
+            for pair in worker.pairs:
+                labels = (worker.worker, pair.source, pair.path or "none", pair.reason or "none")
+                counter.add_metric(labels, getattr(pair, name))
         yield counter
 
 

@@ -96,6 +96,7 @@ class Fleet:
         """Take a heartbeat."""
         load = worker.load = message.load
         worker.counters = message.counters
+        worker.pairs = message.pairs
         self.progress(worker, message.step, now, idle=not load.busy)
         self._stopping(worker, message.draining and not worker.drain_ordered)
         if not (load.busy or load.waiting or load.receiving or load.running or load.held):

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from services.router.prefix_index import PrefixIndex
 from shared.ids import DispatchId, GatewayId, Incarnation, RequestId
 from shared.kv.hashing import HashChain
-from shared.messages.fleet import Role, WorkerCounters, WorkerHealth, WorkerLoad
+from shared.messages.fleet import PairStatus, Role, WorkerCounters, WorkerHealth, WorkerLoad
 from shared.messages.gateway_router import TokenItem
 from shared.messages.request import PhaseTimes, Request
 from shared.messages.router_worker import WorkerHello
@@ -36,6 +36,7 @@ class Worker(Struct, eq=False, kw_only=True):
     step: int = -1
     load: WorkerLoad = WorkerLoad()
     counters: WorkerCounters = WorkerCounters()
+    pairs: tuple[PairStatus, ...] = ()
     legs: dict[DispatchId, "Leg"] = field(default_factory=dict)
     pending_tokens: int = 0
     committed_blocks: int = 0

@@ -107,6 +107,7 @@ class RouterState:
                 age=now - worker.last_heard,
                 load=worker.load,
                 counters=worker.counters,
+                pairs=worker.pairs,
             )
             for worker in sorted(self.fleet.by_peer.values(), key=lambda w: w.hello.worker)
         )

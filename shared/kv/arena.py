@@ -29,7 +29,8 @@ from shared.messages.prefill_decode import ArenaDescriptor
 
 ARENA_VERSION: Final = 1
 _MAGIC = b"DIPTYCH\x00"
-_NAME = "diptych-kv"
+KV_MEMFD: Final = "diptych-kv"
+"""Name of the memory file of every arena, as proc shows it."""
 _HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, page, arena id, size, blocks, layout
 _PAGE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -96,7 +97,7 @@ class KvArena:
         size = arena_size(layout, num_blocks)
         _require_memory(size)
         try:
-            fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create(KV_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise ResourceMissing(f"cannot create shared memory for KV: {error}") from error
         try:
@@ -226,7 +227,7 @@ def _read_only_tensors_allowed() -> Iterator[None]:
 def _open_memfd(where: str) -> int:
     """Open a proc link that must be one of our memfds, without waking any other kind of file."""
     target = os.readlink(where)
-    if not target.startswith(f"/memfd:{_NAME}"):
+    if not target.startswith(f"/memfd:{KV_MEMFD}"):
         raise OSError(errno.ESTALE, f"it is {target!r}, not a KV arena (the owner restarted?)")
     return os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
 
@@ -239,11 +240,17 @@ def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where:
         )
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise TransferFailed(f"the KV arena {where} could still be truncated (seals missing)")
-    _check_header(os.pread(fd, _HEADER.size, 0), descriptor, layout, where)
+    header = os.pread(fd, _HEADER.size, 0)
+    _check_header(header, descriptor, layout, where)
     try:
-        return mmap.mmap(fd, descriptor.size, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(fd, descriptor.size, access=mmap.ACCESS_READ)
     except (OSError, ValueError, OverflowError) as error:
         raise TransferFailed(f"cannot map the KV arena {where}: {error}") from error
+    # The random arena id is the canary: the mapping must show what the owner announced.
+    if memory[: _HEADER.size] != header:
+        memory.close()
+        raise TransferFailed(f"the mapping of the KV arena {where} shows other bytes")
+    return memory
 
 
 def _check_header(header: bytes, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> None:

@@ -8,6 +8,10 @@ from shared.ids import Incarnation, WorkerId
 
 Role = Literal["prefill", "decode", "mixed"]
 WorkerHealth = Literal["ready", "draining", "hung", "lost"]
+PathRule = Literal["auto", "ipc", "host"]
+KvPath = Literal["ipc", "host"]
+PathReason = Literal["configured", "self_test", "other_host", "cannot_map"]
+"""Why a pair uses its path. ``cannot_map`` is a fallback: one host, but the self-test failed."""
 
 
 class WorkerCounters(Struct, frozen=True, kw_only=True):
@@ -27,6 +31,28 @@ class WorkerCounters(Struct, frozen=True, kw_only=True):
     generation_mismatches: int = 0
     rejected_frames: int = 0
     late_messages: int = 0
+    chunks_again: int = 0
+    chunks_spoiled: int = 0
+    transfer_visible_seconds: float = 0.0
+
+
+class PairStatus(Struct, frozen=True, kw_only=True):
+    """KV that came from ``source`` to this worker since its start, and by which path.
+
+    ``path`` is None while no self-test has passed. ``seconds`` are those of copy jobs added
+    up (they overlap), ``visible_seconds`` those between the end of the prefills and the
+    arrival of their KV. ``chunks_again`` had to be asked for more than once.
+    """
+
+    source: WorkerId
+    path: KvPath | None = None
+    reason: PathReason | None = None
+    transfers: int = 0
+    failed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    visible_seconds: float = 0.0
+    chunks_again: int = 0
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):
@@ -61,6 +87,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     age: float
     load: WorkerLoad
     counters: WorkerCounters
+    pairs: tuple[PairStatus, ...] = ()
 
 
 class RouterCounters(Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from msgspec import Struct
 
 from shared.errors import ErrorPayload
 from shared.ids import HostId, Incarnation, TransferId, WorkerId
+from shared.messages.fleet import PathRule
 from shared.messages.hello import Compatibility
 from shared.messages.request import TokenLogprob
 
@@ -15,6 +16,7 @@ class PeerHello(Struct, tag="hello", frozen=True, kw_only=True):
     incarnation: Incarnation
     host: HostId
     compatibility: Compatibility
+    path: PathRule = "auto"
 
 
 class OpenTransfer(Struct, tag="open", frozen=True, kw_only=True):
@@ -55,11 +57,18 @@ class ArenaDescriptor(Struct, frozen=True, kw_only=True):
 
 
 class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
-    """The peer fits; here is the arena."""
+    """The peer fits; here is the arena, and where its bytes can be had without mapping it.
+
+    ``path`` is what both sides' configurations agree on; the reader picks by it, by ``host``
+    and by its self-test. ``bulk`` None: no ``host`` path here.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     arena: ArenaDescriptor
+    host: HostId = HostId("")
+    bulk: str | None = None
+    path: PathRule = "auto"
 
 
 class PeerRefused(Struct, tag="refused", frozen=True, kw_only=True):

@@ -23,15 +23,22 @@ class Copier:
     owner has died, so a copy never faults.
     """
 
-    def __init__(self, target: KvArena, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        target: KvArena,
+        post: Callable[[Event], None],
+        *,
+        mapped: Callable[[SourceKey], None] | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._target = target
         self._post = post
+        self._on_mapped = mapped
         self._arenas: dict[SourceKey, KvArena] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy")
 
     def map_arena(self, source: SourceKey, arena: ArenaDescriptor) -> None:
-        """Map a peer's pool; failure is a ``SourceLost``."""
+        """Map a peer's pool: ``mapped`` is called, or failure is a ``SourceLost``."""
         self._thread.submit(self._map, source, arena)
 
     def unmap(self, source: SourceKey) -> None:
@@ -54,6 +61,8 @@ class Copier:
     def _map(self, source: SourceKey, descriptor: ArenaDescriptor) -> None:
         try:
             self._arenas[source] = KvArena.open(descriptor, self._target.layout)
+            if self._on_mapped is not None:
+                self._loop.call_soon_threadsafe(self._on_mapped, source)
         except DiptychError as error:
             self._tell(SourceLost(source, error.payload()))
         except Exception as error:

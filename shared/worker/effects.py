@@ -3,7 +3,8 @@
 from msgspec import Struct
 
 from shared.engine.batch import StepInput
-from shared.ids import BlockId
+from shared.ids import BlockId, HostId
+from shared.messages.fleet import PathRule
 from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
 from shared.messages.router_worker import FromWorker
 from shared.worker.events import SourceKey
@@ -48,10 +49,16 @@ class ToSource(Struct, frozen=True):
 
 
 class MapArena(Struct, frozen=True):
-    """Map the source's pool and watch its process; failure or its end is a ``SourceLost``."""
+    """Find the path to the source's pool and watch its process if it is on this host.
+
+    Answered by ``PathChosen``; failure, or the end of the process, is a ``SourceLost``.
+    """
 
     source: SourceKey
     arena: ArenaDescriptor
+    host: HostId = HostId("")
+    bulk: str | None = None
+    path: PathRule = "auto"
 
 
 class CloseSource(Struct, frozen=True):

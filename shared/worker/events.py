@@ -5,6 +5,7 @@ from msgspec import Struct
 from shared.engine.batch import StepResult
 from shared.errors import ErrorPayload
 from shared.ids import Incarnation, WorkerId
+from shared.messages.fleet import KvPath, PathReason
 from shared.messages.prefill_decode import FromDecode, ToDecode
 from shared.messages.router_worker import ToWorker
 
@@ -49,6 +50,14 @@ class SourceLost(Struct, frozen=True):
     error: ErrorPayload
 
 
+class PathChosen(Struct, frozen=True):
+    """The self-test of a source's path has passed: its KV comes this way from now on."""
+
+    source: SourceKey
+    path: KvPath
+    reason: PathReason
+
+
 class LayersWritten(Struct, frozen=True):
     """The running step ``step`` has written the KV of layers [0, ``end_layer``)."""
 
@@ -72,11 +81,15 @@ class StepFailed(Struct, frozen=True):
 
 
 class Copied(Struct, frozen=True):
-    """Copy job ``job`` is done and every generation still was the announced one."""
+    """Copy job ``job`` is done and every byte of it verified.
+
+    ``again`` chunks had to be asked for more than once.
+    """
 
     job: int
     bytes: int
     seconds: float
+    again: int = 0
 
 
 class CopyFailed(Struct, frozen=True):
@@ -95,9 +108,10 @@ class StopRequested(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Time passes; sent every 0.1 s. ``rejected_frames`` counts over all links so far."""
+    """Time passes; sent every 0.1 s. Counts are over all links so far."""
 
     rejected_frames: int = 0
+    chunks_spoiled: int = 0
 
 
 Event = (
@@ -106,6 +120,7 @@ Event = (
     | ReaderLost
     | SourceSaid
     | SourceLost
+    | PathChosen
     | LayersWritten
     | StepDone
     | StepFailed

@@ -17,10 +17,11 @@ from shared.messages.prefill_decode import (
 )
 from shared.messages.router_worker import KvSource
 from shared.worker.effects import Copy
-from shared.worker.events import Copied, CopyFailed, SourceKey
+from shared.worker.events import Copied, CopyFailed, PathChosen, SourceKey
 from shared.worker.ledger import BlockLedger, Hold
 from shared.worker.limits import Tally, WorkerIdentity, WorkerLimits
 from shared.worker.outbox import Outbox
+from shared.worker.pairs import Pairs
 from shared.worker.pull import BrokenTransfer, Pull
 from shared.worker.sequence import Sequence
 from shared.worker.sources import Sources
@@ -71,6 +72,7 @@ class HandoverSink:
         self._jobs: dict[int, tuple[Pull, Hold]] = {}
         self._last_job = 0
         self.news: list[News] = []
+        self.pairs = Pairs()
 
     def __contains__(self, transfer: TransferId) -> bool:
         return transfer in self._pulls
@@ -145,9 +147,16 @@ class HandoverSink:
             return
         self._tally.transfer_bytes += event.bytes
         self._tally.transfer_seconds += event.seconds
+        self._tally.chunks_again += event.again
+        self.pairs.copied(pull.source.worker, event.bytes, event.seconds, event.again)
         if live:
             pull.progress = now
             self._advance(pull)
+
+    def path_chosen(self, event: PathChosen) -> None:
+        """Note by which path a source's KV comes."""
+        if event.source in self._sources:
+            self.pairs.chosen(event.source.worker, event.path, event.reason)
 
     def source_lost(self, key: SourceKey, error: ErrorPayload) -> None:
         """The source is gone and with it everything not copied yet."""
@@ -209,6 +218,7 @@ class HandoverSink:
                     pull.announce(message)
                 case TransferComplete():
                     pull.finish(message)
+                    pull.completed = pull.progress
                 case TransferGone():
                     self._lose(pull, message.error, gone=True)
                     return
@@ -248,7 +258,10 @@ class HandoverSink:
                 )
             )
         if pull.arrived:
+            visible = max(0.0, pull.progress - pull.completed)
             self._tally.transfers_ok += 1
+            self._tally.transfer_visible_seconds += visible
+            self.pairs.arrived(pull.source.worker, visible)
             pull.sequence.computed = len(pull.sequence.tokens)
             pull.hold = None
             self._end(pull)
@@ -261,6 +274,7 @@ class HandoverSink:
 
     def _lose(self, pull: Pull, error: ErrorPayload, *, gone: bool = False) -> None:
         self._tally.transfers_failed += 1
+        self.pairs.failed(pull.source.worker)
         self._drop(pull)
         if not gone:
             self._sources.send(pull.source, AbortTransfer(transfer=pull.transfer))

@@ -1,7 +1,7 @@
 """The worker's standing with the router: hello, heartbeat, drain, farewell."""
 
 from shared.ids import Incarnation
-from shared.messages.fleet import Role, WorkerCounters, WorkerLoad
+from shared.messages.fleet import PairStatus, Role, WorkerCounters, WorkerLoad
 from shared.messages.router_worker import Drained, Report, WorkerBye, WorkerHello
 from shared.worker.effects import Exit, ToRouter
 from shared.worker.limits import WorkerIdentity, WorkerLimits
@@ -82,7 +82,14 @@ class Liaison:
             )
         )
 
-    def tick(self, load: WorkerLoad, counters: WorkerCounters, step: int, now: float) -> None:
+    def tick(
+        self,
+        load: WorkerLoad,
+        counters: WorkerCounters,
+        pairs: tuple[PairStatus, ...],
+        step: int,
+        now: float,
+    ) -> None:
         """Say hello while unknown or unheard, else report when due or when the load changed."""
         silent = self._heard is not None and now - self._heard >= self._limits.router_silence
         if not self.welcomed or silent:
@@ -92,7 +99,15 @@ class Liaison:
         if due or load != self._reported:
             self._report_at, self._reported = now, load
             self._outbox.add(
-                ToRouter(Report(step=step, load=load, counters=counters, draining=self.stopping))
+                ToRouter(
+                    Report(
+                        step=step,
+                        load=load,
+                        counters=counters,
+                        draining=self.stopping,
+                        pairs=pairs,
+                    )
+                )
             )
 
     def drain(self) -> None:

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from shared.ids import HostId, Incarnation, WorkerId
-from shared.messages.fleet import Role, WorkerCounters
+from shared.messages.fleet import PathRule, Role, WorkerCounters
 from shared.messages.hello import Compatibility
 from shared.messages.prefill_decode import ArenaDescriptor
 
@@ -19,6 +19,8 @@ class WorkerIdentity(Struct, frozen=True, kw_only=True):
     kv_endpoint: str
     compatibility: Compatibility
     arena: ArenaDescriptor
+    path: PathRule = "auto"
+    bulk_endpoint: str | None = None
 
 
 class WorkerLimits(Struct, frozen=True, kw_only=True):
@@ -59,6 +61,9 @@ class Tally(Struct):
     generation_mismatches: int = 0
     rejected_frames: int = 0
     late_messages: int = 0
+    chunks_again: int = 0
+    chunks_spoiled: int = 0
+    transfer_visible_seconds: float = 0.0
 
     def snapshot(self) -> WorkerCounters:
         """Return the counters as they are now."""

@@ -1,19 +1,24 @@
 """The worker's sockets: to the router, from its readers, and to its sources."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import zmq
 
-from shared.config import SecuritySection
+from shared.config import FaultsSection, SecuritySection
 from shared.errors import DiptychError, ErrorPayload
 from shared.ids import Incarnation, WorkerId
+from shared.kv.arena import KvArena
 from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
 from shared.messages.router_worker import FromWorker, ToWorker
+from shared.transport.bulk.server import HostServer
 from shared.transport.link import DealerLink, RouterLink
 from shared.transport.liveness import PidWatch, watch_pid
 from shared.transport.security import security_for
 from shared.worker.events import Event, ReaderSaid, RouterSaid, SourceKey, SourceLost, SourceSaid
+
+log = logging.getLogger(__name__)
 
 
 def routing_id(worker: WorkerId, incarnation: Incarnation) -> bytes:
@@ -45,6 +50,7 @@ class Links:
         self._sources: dict[SourceKey, DealerLink[ToDecode, FromDecode]] = {}
         self._watches: dict[SourceKey, PidWatch] = {}
         self._rejected_before = 0
+        self._server: HostServer | None = None
         try:
             self.readers: RouterLink[FromDecode, ToDecode] = RouterLink(
                 self._context,
@@ -69,7 +75,21 @@ class Links:
     def rejected(self) -> int:
         """Malformed frames on all links so far."""
         live = sum(link.rejected for link in self._sources.values())
-        return self._rejected_before + live + self.readers.rejected + self.router.rejected
+        bulk = 0 if self._server is None else self._server.stats.rejected
+        return self._rejected_before + live + self.readers.rejected + self.router.rejected + bulk
+
+    def serve(self, endpoint: str, arena: KvArena, faults: FaultsSection | None) -> None:
+        """Let readers fetch KV over sockets, with faults if the deployment asks for them."""
+        if faults is not None and faults.chunks:
+            log.warning("%d faults are injected into KV chunks (`faults:`)", len(faults.chunks))
+        self._server = HostServer(
+            self._context,
+            endpoint,
+            arena,
+            worker=self._identity.decode().partition("#")[0],
+            security=security_for(endpoint, self._security, "bind"),
+            faults=faults,
+        )
 
     def connect(self, source: SourceKey, endpoint: str) -> None:
         """Open a link to a prefill worker; an endpoint that cannot be is a ``SourceLost``."""
@@ -114,6 +134,8 @@ class Links:
         """Close every socket."""
         for source in list(self._sources):
             self.disconnect(source)
+        if self._server is not None:
+            self._server.close()
         self.readers.close()
         self.router.close()
         self._context.term()

@@ -37,6 +37,7 @@ class Pull:
         self.source = source
         self.transfer = transfer
         self.progress = now
+        self.completed = now
         self.announced = False
         self.hold: Hold | None = None
         self.complete: TransferComplete | None = None

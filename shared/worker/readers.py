@@ -16,6 +16,7 @@ from shared.worker.effects import ToReader
 from shared.worker.handover_source import HandoverSource
 from shared.worker.limits import Tally, WorkerIdentity
 from shared.worker.outbox import Outbox
+from shared.worker.paths import agree
 
 _MAX_READERS = 1024
 
@@ -58,6 +59,9 @@ class Readers:
             worker=self._identity.worker,
             incarnation=self._identity.incarnation,
             arena=self._identity.arena,
+            host=self._identity.host,
+            bulk=self._identity.bulk_endpoint,
+            path=agree(self._identity.path, message.path) or "auto",
         )
         self._outbox.add(ToReader(peer, welcome))
 
@@ -78,7 +82,10 @@ class Readers:
     def _misfit(self, peer: bytes, message: PeerHello) -> ErrorPayload | None:
         mine = self._identity
         differences = mine.compatibility.differences(message.compatibility)
-        if message.host != mine.host:
+        path = agree(mine.path, message.path)
+        if path is None:
+            differences.append(f"transfer.path: {mine.path} here, {message.path} there")
+        elif message.host != mine.host and (path == "ipc" or mine.bulk_endpoint is None):
             differences.append(
                 f"host: {mine.host!r} here, {message.host!r} there, and `transfer.path: ipc` "
                 "needs one host"

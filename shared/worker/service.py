@@ -18,7 +18,8 @@ from shared.messages.hello import Compatibility
 from shared.messages.router_worker import WorkerHello
 from shared.runtime import host_id
 from shared.service import ReadyFile, ServiceFailed
-from shared.worker.copier import Copier
+from shared.transport.bulk.fetches import FetchLimits
+from shared.transport.bulk.reader import ReaderLimits
 from shared.worker.effects import (
     CloseSource,
     ConnectSource,
@@ -34,6 +35,7 @@ from shared.worker.effects import (
 from shared.worker.events import Event, ReaderLost, StepDone, StepFailed, StopRequested, Tick
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
+from shared.worker.movers import Movers
 from shared.worker.settings import WorkerSettings
 from shared.worker.state import WorkerState
 from shared.worker.step_runner import StepRunner
@@ -117,10 +119,10 @@ class WorkerService:
             settings.security,
             self.post,
         )
+        self._movers = self._movers_for(arena, identity)
         self._engine = StepRunner(
             engine, thread, self.post, layers=limits.layers, notify_layers=settings.notify_layers
         )
-        self._copier = Copier(arena, self.post)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the state machine says that it is over."""
@@ -134,7 +136,7 @@ class WorkerService:
             beat.cancel()
             await asyncio.gather(beat, return_exceptions=True)
             self._ready.remove()
-            self._copier.close()
+            self._movers.close()
             self._links.close()
             log.info("%s has ended", self._settings.worker)
 
@@ -169,13 +171,14 @@ class WorkerService:
             case ToSource():
                 self._links.to_source(effect.source, effect.message)
             case MapArena():
-                self._links.watch(effect.source, effect.arena)
-                self._copier.map_arena(effect.source, effect.arena)
+                if self._movers.same_host(effect):
+                    self._links.watch(effect.source, effect.arena)
+                self._movers.open(effect)
             case CloseSource():
-                self._copier.unmap(effect.source)
+                self._movers.close_source(effect.source)
                 self._links.disconnect(effect.source)
             case Copy():
-                self._copier.copy(effect)
+                self._movers.copy(effect)
             case Exit():
                 refused = IncompatiblePeer(effect.error or "the router refused this worker")
                 self._end(refused if effect.refused else None)
@@ -184,7 +187,8 @@ class WorkerService:
         """Tick until cancelled; the stop signal becomes an event, too."""
         told = False
         while True:
-            self.post(Tick(self._links.rejected))
+            rejected = self._links.rejected + self._movers.rejected
+            self.post(Tick(rejected, self._movers.spoiled))
             self._watch_over()
             if stop.is_set() and not told:
                 told = True
@@ -230,7 +234,7 @@ class WorkerService:
             role=settings.role,
             host=host_id(),
             pid=os.getpid(),
-            kv_endpoint=settings.kv_endpoint,
+            kv_endpoint=settings.kv_advertised,
             compatibility=Compatibility(
                 model=engine.model_id,
                 kv_dtype=engine.layout.dtype,
@@ -238,7 +242,30 @@ class WorkerService:
                 layout=engine.layout.fingerprint(),
             ),
             arena=arena.descriptor(),
+            path=settings.transfer.path,
+            bulk_endpoint=None if settings.transfer.path == "ipc" else settings.bulk_advertised,
         )
+
+    def _movers_for(self, arena: KvArena, identity: WorkerIdentity) -> Movers:
+        """Open what KV bytes need; what is open already is closed on failure."""
+        settings, transfer = self._settings, self._settings.transfer
+        try:
+            if identity.bulk_endpoint is not None:
+                self._links.serve(settings.bulk_endpoint, arena, settings.faults)
+            return Movers(
+                arena,
+                self.post,
+                host=identity.host,
+                identity=routing_id(settings.worker, self._incarnation),
+                security=settings.security,
+                limits=ReaderLimits(
+                    chunk_bytes=transfer.chunk_size,
+                    fetch=FetchLimits(slots=transfer.window, stall=transfer.stall_timeout),
+                ),
+            )
+        except BaseException:
+            self._links.close()
+            raise
 
 
 def _limits(settings: WorkerSettings, engine: Engine, arena: KvArena) -> WorkerLimits:

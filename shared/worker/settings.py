@@ -6,14 +6,23 @@ from msgspec import Struct
 
 from shared.config import (
     Deployment,
+    FaultsSection,
     Precision,
     SecuritySection,
+    TransferSection,
     WorkerSection,
 )
 from shared.errors import BadConfig
 from shared.ids import WorkerId
 from shared.messages.fleet import Role
-from shared.runtime import kv_endpoint, router_workers_endpoint, runtime_dir, worker_ids
+from shared.runtime import (
+    advertised,
+    bulk_endpoint,
+    kv_endpoint,
+    router_workers_endpoint,
+    runtime_dir,
+    worker_ids,
+)
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
@@ -39,8 +48,13 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     threads: int
     runtime_dir: str
     kv_endpoint: str
+    kv_advertised: str
+    bulk_endpoint: str
+    bulk_advertised: str
     router_endpoint: str
     security: SecuritySection
+    transfer: TransferSection
+    faults: FaultsSection | None
 
 
 def worker_settings(
@@ -86,8 +100,13 @@ def worker_settings(
         threads=section.threads or len(cores),
         runtime_dir=str(runtime_dir(deployment)),
         kv_endpoint=kv_endpoint(deployment, worker),
+        kv_advertised=advertised(deployment, kv_endpoint(deployment, worker)),
+        bulk_endpoint=bulk_endpoint(deployment, worker),
+        bulk_advertised=advertised(deployment, bulk_endpoint(deployment, worker)),
         router_endpoint=router_workers_endpoint(deployment),
         security=deployment.security,
+        transfer=transfer,
+        faults=deployment.faults,
     )
 
 

@@ -63,6 +63,7 @@ class Sources:
                 incarnation=self._identity.incarnation,
                 host=self._identity.host,
                 compatibility=self._identity.compatibility,
+                path=self._identity.path,
             ),
         )
 
@@ -74,7 +75,7 @@ class Sources:
             return ErrorPayload(code="transfer_failed", message=text, retryable=True)
         if not source.ready:
             source.ready = True
-            self._outbox.add(MapArena(key, message.arena))
+            self._outbox.add(MapArena(key, message.arena, message.host, message.bulk, message.path))
         return None
 
     def send(self, key: SourceKey, message: FromDecode) -> None:

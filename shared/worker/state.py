@@ -27,6 +27,7 @@ from shared.worker.events import (
     CopyFailed,
     Event,
     LayersWritten,
+    PathChosen,
     ReaderLost,
     ReaderSaid,
     RouterSaid,
@@ -150,6 +151,8 @@ class WorkerState:
                 self._sink.handle(event.source, event.message, now)
             case SourceLost():
                 self._sink.source_lost(event.source, event.error)
+            case PathChosen():
+                self._sink.path_chosen(event)
             case LayersWritten():
                 self._layers_written(event)
             case StepDone():
@@ -222,6 +225,7 @@ class WorkerState:
 
     def _tick(self, event: Tick, now: float) -> None:
         self._tally.rejected_frames = event.rejected_frames
+        self._tally.chunks_spoiled = event.chunks_spoiled
         self._work.expire(now)
         self._source.expire(now)
         self._sink.tick(now)
@@ -231,7 +235,9 @@ class WorkerState:
             self._work.drop_all(_LEAVING, now)
             self._liaison.leave()
         else:
-            self._liaison.tick(self.load(), self._tally.snapshot(), self._stepper.step, now)
+            spent = self._tally.snapshot()
+            pairs = self._sink.pairs.snapshot()
+            self._liaison.tick(self.load(), spent, pairs, self._stepper.step, now)
 
     def _digest(self, now: float) -> None:
         """Act on what the hand-overs brought, until they bring nothing more."""

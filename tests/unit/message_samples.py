@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct, inspect
 
 from diptych import wire
-from shared.messages import gateway_router, prefill_decode, router_worker
+from shared.messages import bulk, gateway_router, prefill_decode, router_worker
 
 GOLDEN: Final = Path(__file__).parent / "golden" / "messages.json"
 
@@ -26,6 +26,8 @@ LINKS: Final[dict[str, object]] = {
     "router->worker": router_worker.ToWorker,
     "decode->prefill": prefill_decode.FromDecode,
     "prefill->decode": prefill_decode.ToDecode,
+    "reader->server": bulk.FromReader,
+    "server->reader": bulk.ToReader,
 }
 
 

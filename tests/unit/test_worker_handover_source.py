@@ -291,7 +291,12 @@ def test_a_fitting_reader_is_told_where_the_arena_is() -> None:
     assert bench.reader(HELLO) == [
         ToReader(
             READER,
-            PeerWelcome(worker=WorkerId("worker-0"), incarnation=Incarnation(11), arena=ARENA),
+            PeerWelcome(
+                worker=WorkerId("worker-0"),
+                incarnation=Incarnation(11),
+                arena=ARENA,
+                host=HELLO.host,
+            ),
         )
     ]
 

@@ -1,0 +1,344 @@
+"""The decode worker's thread that fetches KV over sockets, verifies it and puts it in place."""
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from shared.errors import DiptychError, ErrorPayload
+from shared.kv.arena import KvArena
+from shared.messages.bulk import Chunk, Fetch, FetchRefused, FromReader, Probe, ProbeEcho, ToReader
+from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits
+from shared.transport.bulk.payload import checksum, land
+from shared.transport.bulk.plan import PlannedChunk, plan_chunks
+from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
+from shared.transport.endpoint import connect
+from shared.transport.pump import LinkLimits
+from shared.transport.security import CurveClient
+
+log = logging.getLogger(__name__)
+
+Source = TypeVar("Source", bound=Hashable)
+Context = zmq.Context[zmq.Socket[bytes]]
+
+_LIMITS = LinkLimits(hwm=1024)
+_BUDGET = 16
+_TICK = 0.02
+_RETRY = 0.005
+
+
+class FetchJob(Struct, Generic[Source], frozen=True, kw_only=True):
+    """Bring blocks of layers [``first_layer``, ``end_layer``) from ``source``."""
+
+    job: int
+    source: Source
+    first_layer: int
+    end_layer: int
+    source_blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+class Fetched(Struct, frozen=True):
+    """The job is done and verified. ``again`` chunks were asked for more than once."""
+
+    job: int
+    bytes: int
+    seconds: float
+    again: int
+
+
+class Opened(Struct, Generic[Source], frozen=True):
+    """The self-test of a source passed (``error`` None) or failed."""
+
+    source: Source
+    error: ErrorPayload | None
+
+
+Outcome = Fetched | Failed | Opened[Source]
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """How to reach a source: its bulk endpoint, the pool it must have, who we are to it."""
+
+    endpoint: str
+    arena: int
+    identity: bytes
+    security: CurveClient | None = None
+
+
+class ReaderLimits(Struct, frozen=True, kw_only=True):
+    """``chunk_bytes`` per chunk, ``probe`` seconds for the self-test, the rest as named there."""
+
+    chunk_bytes: int = 512 << 10
+    probe: float = 5.0
+    fetch: FetchLimits = FetchLimits()
+
+
+class _Link(Struct):
+    socket: "zmq.Socket[bytes]"
+    peer: Peer
+    nonce: int
+    deadline: float
+    tested: bool = False
+    outbox: deque[bytes] = msgspec.field(default_factory=deque)
+
+
+class _Open(Struct, Generic[Source], frozen=True):
+    job: FetchJob[Source]
+    plan: tuple[PlannedChunk, ...]
+    size: int
+
+
+class HostReader(Generic[Source]):
+    """Commands may come from any thread; ``tell`` is called in this object's thread.
+
+    Every ``fetch`` is answered once, and its target blocks are not touched afterwards.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        target: KvArena,
+        limits: ReaderLimits,
+        tell: Callable[[Outcome[Source]], None],
+    ) -> None:
+        self.rejected = 0
+        self._context = context
+        self._target = target
+        self._limits = limits
+        self._tell = tell
+        self._machine: Fetches[Source] = Fetches(limits.fetch)
+        self._links: dict[Source, _Link] = {}
+        self._open: dict[int, _Open[Source]] = {}
+        self._decoder: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._orders: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def spoiled(self) -> int:
+        """Chunks that did not verify."""
+        return self._machine.spoiled
+
+    @property
+    def late(self) -> int:
+        """Chunks that came late, twice or for nobody."""
+        return self._machine.late
+
+    def open(self, source: Source, peer: Peer) -> None:
+        """Connect to a source and test it; answered by ``Opened``."""
+        self._order(lambda now: self._connect(source, peer, now))
+
+    def fetch(self, job: FetchJob[Source]) -> None:
+        """Fetch, verify, put in place; answered by ``Fetched`` or ``Failed``."""
+        self._order(lambda now: self._begin(job, now))
+
+    def drop(self, source: Source) -> None:
+        """Disconnect; jobs that are open fail."""
+        self._order(lambda now: self._drop(source, "its link was closed", now))
+
+    def close(self) -> None:
+        """End the thread and close every socket; open jobs are not answered. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for link in self._links.values():
+            link.socket.close(linger=0)
+        self._links.clear()
+        os.close(self._wake)
+
+    def _order(self, order: Callable[[float], None]) -> None:
+        if not self._closing:
+            self._orders.put(order)
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        self._poller.register(self._wake, zmq.POLLIN)
+        while not self._closing:
+            try:
+                self._turn()
+            except Exception:
+                log.exception("fetching KV failed")
+
+    def _turn(self) -> None:
+        ready = dict(self._poller.poll(self._pause()))
+        now = time.monotonic()
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        while not self._orders.empty():
+            self._orders.get()(now)
+        for source, link in list(self._links.items()):
+            self._receive(source, link, now)
+        for source, link in list(self._links.items()):
+            if not link.tested and now >= link.deadline:
+                seconds = self._limits.probe
+                why = f"{link.peer.endpoint} did not answer the self-test in {seconds:g} s"
+                self._fail_link(source, why, now)
+        self._machine.tick(now)
+        self._carry_out()
+        for link in self._links.values():
+            self._flush(link)
+
+    def _pause(self) -> int | None:
+        if any(link.outbox for link in self._links.values()):
+            return int(1000 * _RETRY)
+        if self._machine or not all(link.tested for link in self._links.values()):
+            return int(1000 * _TICK)
+        return None
+
+    def _connect(self, source: Source, peer: Peer, now: float) -> None:
+        try:
+            socket = connect(self._context, peer.endpoint, peer.identity, _LIMITS, peer.security)
+        except DiptychError as error:
+            self._tell(Opened(source, error.payload()))
+            return
+        self._poller.register(socket, zmq.POLLIN)
+        nonce = secrets.randbits(53)
+        link = _Link(socket, peer, nonce, now + self._limits.probe)
+        self._links[source] = link
+        link.outbox.append(
+            self._encoder.encode(Probe(nonce=nonce, arena=peer.arena, size=PROBE_BYTES))
+        )
+
+    def _begin(self, job: FetchJob[Source], now: float) -> None:
+        link = self._links.get(job.source)
+        if link is None:
+            self._tell(Failed(job.job, _error("its source is not connected")))
+            return
+        layers = range(job.first_layer, job.end_layer)
+        blocks = job.source_blocks
+        if not len(blocks) == len(job.generations) == len(job.target_blocks):
+            self._tell(Failed(job.job, _error("the lists of blocks differ in length")))
+            return
+        plan = plan_chunks(self._target.layout, layers, len(blocks), self._limits.chunk_bytes)
+        self._open[job.job] = _Open(job, plan, sum(chunk.size for chunk in plan))
+        fetch = Fetch(
+            job=job.job,
+            attempt=0,
+            arena=link.peer.arena,
+            first_layer=job.first_layer,
+            end_layer=job.end_layer,
+            blocks=blocks,
+            generations=job.generations,
+            chunk_bytes=self._limits.chunk_bytes,
+            need=(),
+            credit=0,
+        )
+        self._machine.begin(job.source, fetch, len(plan), now)
+
+    def _drop(self, source: Source, why: str, now: float) -> None:
+        link = self._links.pop(source, None)
+        if link is not None:
+            self._poller.unregister(link.socket)
+            link.socket.close(linger=0)
+        self._machine.lost(source, _error(why), now)
+
+    def _fail_link(self, source: Source, why: str, now: float) -> None:
+        self._drop(source, why, now)
+        self._tell(Opened(source, _error(why)))
+
+    def _receive(self, source: Source, link: _Link, now: float) -> None:
+        for _ in range(_BUDGET):
+            try:
+                frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frames[0].buffer)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self.rejected += 1
+                continue
+            payload = [frame.buffer for frame in frames[1:]]
+            match message:
+                case Chunk():
+                    self._chunk(source, message, payload, now)
+                case FetchRefused():
+                    self._machine.refused(source, message, now)
+                case ProbeEcho():
+                    self._echo(source, link, message, payload)
+            if source not in self._links:
+                return
+            self._carry_out()
+            self._flush(link)
+
+    def _chunk(
+        self, source: Source, header: Chunk, payload: Sequence[memoryview], now: float
+    ) -> None:
+        job, attempt, index = header.job, header.attempt, header.index
+        if not self._machine.wants(source, job, index):
+            self._machine.arrived(source, job, attempt, now)
+            return
+        open_ = self._open[job]
+        planned = open_.plan[index]
+        size = sum(len(frame) for frame in payload)
+        if size != planned.size or header.size != planned.size:
+            why = f"came with {size} of {planned.size} bytes"
+            self._machine.bad(job, attempt, index, why, now)
+        elif checksum(payload) != header.checksum:
+            self._machine.bad(job, attempt, index, "came with a wrong checksum", now)
+        else:
+            land(self._target, planned, open_.job.target_blocks, payload)
+            self._machine.landed(job, attempt, index, now)
+
+    def _echo(
+        self, source: Source, link: _Link, echo: ProbeEcho, payload: Sequence[memoryview]
+    ) -> None:
+        if link.tested or echo.nonce != link.nonce:
+            return
+        expected = probe_pattern(link.nonce, PROBE_BYTES).tobytes()
+        if echo.arena != link.peer.arena:
+            why = f"{link.peer.endpoint} has another KV pool than announced (restarted?)"
+            self._fail_link(source, why, time.monotonic())
+        elif b"".join(payload) != expected:
+            why = f"{link.peer.endpoint} garbled the self-test"
+            self._fail_link(source, why, time.monotonic())
+        else:
+            link.tested = True
+            self._tell(Opened(source, None))
+
+    def _carry_out(self) -> None:
+        for effect in self._machine.take():
+            match effect:
+                case Done():
+                    size = self._open.pop(effect.job).size
+                    self._tell(Fetched(effect.job, size, effect.seconds, effect.again))
+                case Failed():
+                    del self._open[effect.job]
+                    self._tell(effect)
+                case _:
+                    self._send(effect.source, effect.message)
+
+    def _send(self, source: Source, message: FromReader) -> None:
+        link = self._links.get(source)
+        if link is not None:
+            link.outbox.append(self._encoder.encode(message))
+
+    def _flush(self, link: _Link) -> None:
+        while link.outbox:
+            try:
+                link.socket.send(link.outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            link.outbox.popleft()
+
+
+def _error(why: str) -> ErrorPayload:
+    return ErrorPayload(
+        code="transfer_failed", message=f"the KV did not arrive: {why}", retryable=True
+    )

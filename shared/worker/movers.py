@@ -1,0 +1,203 @@
+"""Brings KV from each source by the path that was chosen for it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+from msgspec import Struct
+
+from shared.config import SecuritySection
+from shared.errors import DiptychError, ErrorPayload, TransferFailed
+from shared.ids import HostId
+from shared.kv.arena import KvArena
+from shared.messages.fleet import KvPath, PathReason
+from shared.transport.bulk.fetches import Failed
+from shared.transport.bulk.reader import (
+    Fetched,
+    FetchJob,
+    HostReader,
+    Opened,
+    Outcome,
+    Peer,
+    ReaderLimits,
+)
+from shared.transport.security import security_for
+from shared.worker.copier import Copier
+from shared.worker.effects import Copy, MapArena
+from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
+from shared.worker.paths import Choice, choose
+
+log = logging.getLogger(__name__)
+
+
+class _Route(Struct):
+    """``path`` is None until the self-test is over; jobs wait until then."""
+
+    effect: MapArena
+    choice: Choice
+    path: KvPath | None = None
+    waiting: list[Copy] = []
+
+
+class Movers:
+    """Shared memory (``Copier``) and sockets (``HostReader``) behind one interface.
+
+    Every job is answered once by ``Copied`` or ``CopyFailed``; a source whose self-test fails
+    on every path allowed is a ``SourceLost``.
+    """
+
+    def __init__(
+        self,
+        target: KvArena,
+        post: Callable[[Event], None],
+        *,
+        host: HostId,
+        identity: bytes,
+        security: SecuritySection,
+        limits: ReaderLimits,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._post = post
+        self._host = host
+        self._identity = identity
+        self._security = security
+        self._routes: dict[SourceKey, _Route] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._copier = Copier(target, self._from_copier, mapped=self._mapped)
+        self._reader: HostReader[SourceKey] = HostReader(
+            self._context, target, limits, self._from_reader_thread
+        )
+
+    @property
+    def rejected(self) -> int:
+        """Malformed frames on the links for KV bytes."""
+        return self._reader.rejected
+
+    @property
+    def spoiled(self) -> int:
+        """Chunks that did not verify."""
+        return self._reader.spoiled
+
+    def same_host(self, effect: MapArena) -> bool:
+        """Return whether the source's pid means anything here."""
+        return effect.host == self._host
+
+    def open(self, effect: MapArena) -> None:
+        """Find the path to a source; answered by ``PathChosen`` or ``SourceLost``."""
+        choice = choose(effect.path, same_host=self.same_host(effect), bulk=effect.bulk)
+        if isinstance(choice, DiptychError):
+            self._lost(effect.source, choice.payload())
+            return
+        route = self._routes[effect.source] = _Route(effect, choice, waiting=[])
+        if choice.path == "ipc":
+            self._copier.map_arena(effect.source, effect.arena)
+        else:
+            self._connect(route)
+
+    def close_source(self, source: SourceKey) -> None:
+        """Drop mapping and link; jobs already given still get their answer."""
+        route = self._routes.pop(source, None)
+        if route is None:
+            return
+        for job in route.waiting:
+            self._fail(job)
+        self._copier.unmap(source)
+        self._reader.drop(source)
+
+    def copy(self, job: Copy) -> None:
+        """Bring blocks; answered by ``Copied`` or ``CopyFailed``."""
+        route = self._routes.get(job.source)
+        if route is None:
+            self._fail(job)
+        elif route.path is None:
+            route.waiting.append(job)
+        else:
+            self._move(route.path, job)
+
+    def close(self) -> None:
+        """End both threads; open jobs are not answered."""
+        self._copier.close()
+        self._reader.close()
+        self._context.term()
+
+    def _move(self, path: KvPath, job: Copy) -> None:
+        if path == "ipc":
+            self._copier.copy(job)
+            return
+        self._reader.fetch(
+            FetchJob(
+                job=job.job,
+                source=job.source,
+                first_layer=job.first_layer,
+                end_layer=job.end_layer,
+                source_blocks=job.source_blocks,
+                generations=job.generations,
+                target_blocks=job.target_blocks,
+            )
+        )
+
+    def _connect(self, route: _Route) -> None:
+        source, endpoint = route.effect.source, route.effect.bulk
+        assert endpoint is not None
+        try:
+            security = security_for(endpoint, self._security, "connect")
+        except DiptychError as error:
+            self._lost(source, error.payload())
+            return
+        peer = Peer(
+            endpoint=endpoint,
+            arena=route.effect.arena.arena_id,
+            identity=self._identity,
+            security=security,
+        )
+        self._reader.open(source, peer)
+
+    def _decided(self, source: SourceKey, path: KvPath, reason: PathReason) -> None:
+        route = self._routes.get(source)
+        if route is None:
+            return
+        route.path = path
+        log.info("KV of %s comes by %s (%s)", source.worker, path, reason)
+        self._post(PathChosen(source, path, reason))
+        for job in route.waiting:
+            self._move(path, job)
+        route.waiting.clear()
+
+    def _mapped(self, source: SourceKey) -> None:
+        route = self._routes.get(source)
+        if route is not None:
+            self._decided(source, "ipc", route.choice.reason)
+
+    def _from_copier(self, event: Event) -> None:
+        if isinstance(event, SourceLost):
+            route = self._routes.get(event.source)
+            if route is not None and route.choice.fallback and event.error.retryable:
+                log.warning("no shared memory: %s; KV comes by host", event.error.message)
+                route.choice = Choice("host", "cannot_map")
+                self._connect(route)
+                return
+        self._post(event)
+
+    def _from_reader_thread(self, outcome: Outcome[SourceKey]) -> None:
+        self._loop.call_soon_threadsafe(self._from_reader, outcome)
+
+    def _from_reader(self, outcome: Outcome[SourceKey]) -> None:
+        match outcome:
+            case Fetched():
+                self._post(Copied(outcome.job, outcome.bytes, outcome.seconds, outcome.again))
+            case Failed():
+                self._post(CopyFailed(outcome.job, outcome.error, outcome.reused))
+            case Opened():
+                route = self._routes.get(outcome.source)
+                if outcome.error is not None:
+                    self._post(SourceLost(outcome.source, outcome.error))
+                elif route is not None:
+                    self._decided(outcome.source, "host", route.choice.reason)
+
+    def _fail(self, job: Copy) -> None:
+        error = TransferFailed(f"the KV of {job.source.worker} is not reachable").payload()
+        self._loop.call_soon(self._post, CopyFailed(job.job, error))
+
+    def _lost(self, source: SourceKey, error: ErrorPayload) -> None:
+        self._loop.call_soon(self._post, SourceLost(source, error))
