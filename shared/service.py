@@ -46,7 +46,7 @@ def parse_arguments(service: str, argv: list[str] | None = None) -> ServiceArgum
     """Read ``--config FILE [--name NAME] [--die-with-parent [PID]]``; exits 2 when wrong."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{service}")
     parser.add_argument("--config", required=True, type=Path, help="deployment file")
-    parser.add_argument("--name", help=f"which {service} this is, such as {service}-0")
+    parser.add_argument("--name", help=f"which {service} this is, such as {service}-0, or auto")
     parser.add_argument(
         "--die-with-parent",
         nargs="?",

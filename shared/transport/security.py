@@ -13,6 +13,13 @@ from shared.errors import BadConfig, ResourceMissing
 
 Side = Literal["bind", "connect"]
 
+_KEY_FILES = (
+    "server.secret",
+    "server.public",
+    "clients/fleet.secret",
+    "clients/fleet.public",
+)
+
 
 class CurveServer(Struct, frozen=True, kw_only=True):
     """The binding side: its secret key and the public keys that may connect (Z85 text)."""
@@ -45,12 +52,8 @@ def generate_keys(directory: str | Path) -> Path:
     root = Path(directory).expanduser().absolute()
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
-    files = {
-        root / "server.secret": server_secret,
-        root / "server.public": server_public,
-        root / "clients" / "fleet.secret": client_secret,
-        root / "clients" / "fleet.public": client_public,
-    }
+    made = (server_secret, server_public, client_secret, client_public)
+    files = {root / name: key for name, key in zip(_KEY_FILES, made, strict=True)}
     for path in files:
         if path.exists():
             raise ResourceMissing(f"{path} exists already; keys are never overwritten")
@@ -64,6 +67,12 @@ def generate_keys(directory: str | Path) -> Path:
     except OSError as error:
         raise ResourceMissing(f"cannot write keys to {root}: {error}") from error
     return root
+
+
+def have_keys(directory: str | Path) -> bool:
+    """Tell whether ``generate_keys`` has run to its end there."""
+    root = Path(directory).expanduser()
+    return all((root / name).is_file() for name in _KEY_FILES)
 
 
 @overload

@@ -11,6 +11,7 @@ from tools.doctor.deployment import check_machine_for, check_memory
 from tools.doctor.finding import Finding, attempt, fail, ok, warn
 from tools.doctor.machine import check_machine
 from tools.doctor.model import inspect_model
+from tools.doctor.peers import check_peers
 from tools.supervise.locks import read_owner
 from tools.supervise.plan import run_paths
 
@@ -26,6 +27,7 @@ def examine(config: Path) -> list[Finding]:
         return [*findings, fail("config", error.message)]
     findings.append(ok("config", f"{config}: {deployment.name}, {deployment.deployment_type}"))
     findings += _model(deployment)
+    findings += check_peers(deployment)
     owner = read_owner(run_paths(deployment).up_lock)
     if owner is not None:
         findings.append(

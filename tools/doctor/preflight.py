@@ -11,7 +11,7 @@ from shared.errors import ResourceMissing
 from shared.known_models import KNOWN_MODELS
 from tools.doctor.deployment import check_endpoints, check_memory, check_port
 from tools.doctor.machine import check_shared_memory
-from tools.doctor.model import inspect_model
+from tools.doctor.model import ModelFiles, inspect_model
 from tools.fetch.fetch import fetch, is_fetched
 
 _CONVERT_TIMEOUT = 1800.0
@@ -30,11 +30,25 @@ def prepare_model(deployment: Deployment, console: Console) -> None:
     Raises:
         DiptychError: no model, a damaged one, or too little memory.
     """
+    files = fetch_model(deployment, console)
+    check_memory(deployment, files.parameters)
+    convert_model(deployment, console)
+
+
+def fetch_model(deployment: Deployment, console: Console) -> ModelFiles:
+    """Fetch a known model that is not there, and check it.
+
+    Raises:
+        DiptychError: no model, or a damaged one.
+    """
     known = KNOWN_MODELS.get(deployment.model.path)
     if known is not None and not is_fetched(known):
         fetch(known, console)
-    files = inspect_model(deployment.model.path)
-    check_memory(deployment, files.parameters)
+    return inspect_model(deployment.model.path)
+
+
+def convert_model(deployment: Deployment, console: Console) -> None:
+    """Convert the model for serving if that was not done yet. Raises ``ResourceMissing``."""
     with console.status(f"preparing {deployment.model.path}; the first time takes longer"):
         _convert(deployment.model.path)
 
