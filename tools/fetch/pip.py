@@ -106,7 +106,11 @@ def _pip(*arguments: str, doing: str) -> bytes:
 
 
 def _reason(stderr: str) -> str:
-    errors = [line for line in stderr.splitlines() if line.startswith("ERROR: ")]
-    network = [line for line in stderr.splitlines() if "connection" in line.lower()]
-    lines = network[-1:] + errors[-1:] or stderr.splitlines()[-1:] or ["no message"]
-    return "; ".join(line.removeprefix("ERROR: ").removeprefix("WARNING: ") for line in lines)
+    """Return the broken connection if there was one: pip's last error is then misleading."""
+    lines = stderr.splitlines()
+    broken = [line for line in lines if "connection broken by" in line]
+    if broken:
+        cause = broken[-1].partition("connection broken by ")[2]
+        return f"no connection: {cause}"
+    errors = [line for line in lines if line.startswith("ERROR: ")]
+    return (errors[-1:] or lines[-1:] or ["no message"])[0].removeprefix("ERROR: ")
