@@ -339,6 +339,13 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
 
 def _check_roles(deployment: Deployment, source: str) -> None:
     split = deployment.deployment_type == "split"
+    prefill, decode = deployment.workers.prefill, deployment.workers.decode
+    if split and prefill and decode and prefill.precision != decode.precision:
+        raise BadConfig(
+            f"{source}: `workers.prefill.precision` is {prefill.precision} and "
+            f"`workers.decode.precision` is {decode.precision}: they must be the same, "
+            "since decode reads prefill's KV"
+        )
     for role in ("prefill", "decode", "mixed"):
         section: WorkerSection | None = getattr(deployment.workers, role)
         if (role == "mixed") is not split and (section is None or section.count < 1):

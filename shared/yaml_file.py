@@ -40,8 +40,10 @@ def read_mapping(path: Path) -> dict[str, object]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(f"cannot read deployment file {path}: {error}") from error
+    except OSError as error:
+        raise BadConfig(f"cannot read deployment file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"cannot read deployment file {path}: it is not UTF-8 text") from error
     try:
         tree = yaml.load(text, _StrictLoader)
     except yaml.MarkedYAMLError as error:

@@ -1,5 +1,6 @@
 """The ``diptych`` command line."""
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,12 @@ ConfigOption = Annotated[
 ]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"diptych {importlib.metadata.version('diptych-server')}")
+        raise typer.Exit
+
+
 def main() -> None:
     """Run the command; a known error becomes one sentence on stderr and exit code 2."""
     try:
@@ -41,6 +48,16 @@ def main() -> None:
         sys.stdout.flush()
         print(f"error: {error.message}", file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_show_version),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -56,7 +73,8 @@ def up(
     """Start a deployment in the foreground; Ctrl-C drains and stops it.
 
     Without CONFIG it is `configs/local.yaml`: one prefill and one decode process on this
-    machine's CPU, OpenAI API on <http://127.0.0.1:8000>.
+    machine's CPU, OpenAI API on <http://127.0.0.1:8000>. `docs/configuration.md` explains every
+    key of such a file.
 
     Examples:
 
@@ -74,7 +92,9 @@ def up(
 
 @app.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="Model to fetch.")] = "smollm2-135m-instruct",
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Model to fetch.")
+    ] = "smollm2-135m-instruct",
 ) -> None:
     """Download a model by name into the cache, with pip's own index and proxy settings.
 
@@ -122,6 +142,10 @@ def status(
 ) -> None:
     """Show services, roles, health, queues, KV use and token rates of a running deployment.
 
+    `wait` and `run` count requests. `KV` is the share of blocks that requests hold, `cached` that
+    of blocks kept for reuse. `in/s`, `hits/s` and `out/s` are tokens per second: prompt computed,
+    prompt reused, output.
+
     Example: `diptych status --watch`
     """
     from tools.running import find_deployment
@@ -133,7 +157,10 @@ def status(
 
 @app.command()
 def restart(
-    service: Annotated[str, typer.Argument(help="Such as prefill-0, decode-0, router, gateway.")],
+    service: Annotated[
+        str,
+        typer.Argument(metavar="SERVICE", help="Such as prefill-0, decode-0, router, gateway."),
+    ],
     config: ConfigOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds until it must be ready again.")] = 120.0,
 ) -> None:
@@ -156,7 +183,8 @@ def chat(
 ) -> None:
     """Chat with the model in the terminal; every answer shows its TTFT and TPOT.
 
-    TTFT is the time to the first token, TPOT the time per token after it.
+    TTFT is the time to the first token, TPOT the time per token after it. `/new` begins a new
+    conversation, `/quit` leaves, Ctrl-C stops an answer.
 
     Example: `diptych chat --system "Answer in one sentence." --temperature 0`
     """

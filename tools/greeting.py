@@ -3,6 +3,7 @@
 import json
 import shlex
 import time
+from collections.abc import Mapping
 
 import httpx
 import msgspec
@@ -43,12 +44,13 @@ def greet(url: str, deployment: Deployment, timeout: float) -> str:
     return curl(f"{url}/v1/chat/completions", body, with_key=bool(keys))
 
 
-def curl(url: str, body: object, *, with_key: bool) -> str:
-    """Return a shell command that sends ``body`` as JSON."""
+def curl(url: str, body: Mapping[str, object], *, with_key: bool) -> str:
+    """Return a shell command that sends ``body`` as JSON, one field per line."""
     lines = [f"curl {url}", "-H 'Content-Type: application/json'"]
     if with_key:
         lines.append('-H "Authorization: Bearer $DIPTYCH_API_KEY"')
-    lines.append(f"-d {shlex.quote(json.dumps(body))}")
+    fields = ",\n    ".join(f"{json.dumps(name)}: {json.dumps(body[name])}" for name in body)
+    lines.append(f"-d {shlex.quote(f'{{{fields}}}')}")
     return " \\\n  ".join(lines)
 
 

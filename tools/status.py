@@ -15,7 +15,7 @@ from rich.table import Table
 import diptych
 from shared.config import Deployment
 from shared.errors import ResourceMissing
-from shared.messages.fleet import FleetStatus, PairStatus, WorkerStatus
+from shared.messages.fleet import FleetStatus, PairStatus, RouterCounters, WorkerStatus
 from tools.running import client, require_running
 from tools.supervise.control import Control, ProcessState
 from tools.supervise.plan import RunPaths, processes, run_paths
@@ -96,16 +96,19 @@ def render(deployment: Deployment, now: Snapshot, before: Snapshot) -> Renderabl
     parts: list[RenderableType] = [_headline(deployment, now)]
     parts.append(_services(deployment, now, before, run_paths(deployment)))
     if now.fleet is not None:
-        counters = now.fleet.counters
-        parts.append(
-            f"requests: {counters.accepted} accepted, {counters.finished} finished, "
-            f"{counters.failed} failed, {counters.cancelled} cancelled, "
-            f"{counters.rejected} rejected, {counters.retries} retries"
-        )
+        parts.append(_requests(now.fleet.counters))
         parts += [_pair_line(worker, pair) for worker in now.fleet.workers for pair in worker.pairs]
     if now.problem:
         parts.append(f"[red]{now.problem}[/red]")
     return Group(*parts)
+
+
+def _requests(counters: RouterCounters) -> str:
+    """Name what never happened only where its absence says something."""
+    seldom = ("failed", "cancelled", "rejected", "retries")
+    counts = [f"{counters.accepted} accepted", f"{counters.finished} finished"]
+    counts += [f"{count} {name}" for name in seldom if (count := getattr(counters, name))]
+    return f"requests: {', '.join(counts)}"
 
 
 def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
@@ -131,7 +134,7 @@ def _headline(deployment: Deployment, now: Snapshot) -> str:
 def _services(
     deployment: Deployment, now: Snapshot, before: Snapshot, paths: RunPaths
 ) -> RenderableType:
-    table = Table(box=None, padding=(0, 1))
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in ("service", "role", "health", "pid"):
         table.add_column(name, no_wrap=True)
     for name in ("wait", "run", "KV", "cached", "in/s", "hits/s", "out/s"):

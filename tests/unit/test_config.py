@@ -131,6 +131,10 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             ["`$.workers.mixed.precision`", "bf16, fp16, fp32"],
         ),
         (
+            "name: a\ndeployment_type: split\nworkers: {prefill: {precision: fp32}, decode: {}}\n",
+            ["`workers.prefill.precision` is fp32", "`workers.decode.precision` is bf16"],
+        ),
+        (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {count: 2, cores: [[0]]}}\n",
             ["`workers.mixed.cores`", "2 workers"],
         ),

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import msgspec
@@ -20,6 +20,7 @@ from tools.bench.summary import Cost, LevelSummary, summarise
 _ASK_TIMEOUT = 10.0
 _MIN_REQUESTS = 8
 _ROUNDS = 4
+_WARM_UP = 2
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -72,7 +73,12 @@ def measure(
 async def _measure(
     target: Target, model: str, plan: Plan, control: list[int], progress: Progress
 ) -> list[LevelSummary]:
-    await _warm_up(target, _workload(model, plan, seed=plan.seed))
+    warm_up = progress.add_task("warm-up", total=_WARM_UP)
+    await _warm_up(
+        target,
+        _workload(model, plan, seed=plan.seed),
+        functools.partial(progress.advance, warm_up),
+    )
     summaries = []
     for number, concurrency in enumerate(plan.levels, 1):
         requests = plan.requests_at(concurrency)
@@ -91,8 +97,8 @@ async def _measure(
     return summaries
 
 
-async def _warm_up(target: Target, work: Workload) -> None:
-    records = await run_load(target, work, 2, 2, lambda: None)
+async def _warm_up(target: Target, work: Workload, done: Callable[[], None]) -> None:
+    records = await run_load(target, work, _WARM_UP, _WARM_UP, done)
     for record in records:
         if record.error is not None:
             raise ResourceMissing(f"the warm-up request failed: {record.error}")

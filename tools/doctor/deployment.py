@@ -58,8 +58,8 @@ def check_port(address: str) -> str:
             probe.bind(place)
     except OSError as error:
         raise ResourceMissing(
-            f"{address} cannot be opened: {error.strerror or error}; stop what listens there "
-            "or set another port"
+            f"{address} cannot be opened: {error.strerror or error}; stop what listens there, "
+            "or set another address in the deployment file"
         ) from error
     return f"{address} is free"
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from shared.config import Deployment, load_deployment
 from shared.errors import DiptychError
 from tools.doctor.deployment import check_machine_for, check_memory
-from tools.doctor.finding import Finding, attempt, fail, ok, warn
+from tools.doctor.finding import Finding, attempt, fail, ok
 from tools.doctor.machine import check_machine
 from tools.doctor.model import inspect_model
 from tools.doctor.peers import check_peers
@@ -30,9 +30,7 @@ def examine(config: Path) -> list[Finding]:
     findings += check_peers(deployment)
     owner = read_owner(run_paths(deployment).up_lock)
     if owner is not None:
-        findings.append(
-            warn("ports", f"{deployment.name} runs as pid {owner.pid}: ports are its own")
-        )
+        findings.append(ok("ports", f"{deployment.name} runs as pid {owner.pid} and has them"))
         return findings
     return findings + check_machine_for(deployment)
 

@@ -1,0 +1,77 @@
+"""The status screen fits a terminal of 80 columns, whatever the numbers."""
+
+import io
+
+import msgspec
+from rich.console import Console
+
+from shared.config import Deployment
+from shared.ids import Incarnation, WorkerId
+from shared.messages.fleet import (
+    FleetStatus,
+    RouterCounters,
+    WorkerCounters,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tools.status import Snapshot, render
+from tools.supervise.control import ProcessState
+
+DEPLOYMENT = msgspec.convert(
+    {"name": "t", "deployment_type": "split", "workers": {"prefill": {}, "decode": {}}}, Deployment
+)
+PID = 4194304
+
+
+def worker(done: int) -> WorkerStatus:
+    return WorkerStatus(
+        worker=WorkerId("prefill-0"),
+        role="prefill",
+        health="draining",
+        incarnation=Incarnation(1),
+        pid=PID,
+        age=0.0,
+        load=WorkerLoad(waiting=256, running=64, blocks_total=100, blocks_active=100),
+        counters=WorkerCounters(prompt_tokens=done, cached_tokens=done, output_tokens=done),
+    )
+
+
+def snapshot(at: float, done: int, counters: RouterCounters) -> Snapshot:
+    states = {
+        name: ProcessState(
+            name=name, group=name, statename="RUNNING", pid=PID, exitstatus=0, start=0, now=1
+        )
+        for name in ("prefill-0", "decode-0", "router", "gateway")
+    }
+    fleet = FleetStatus(
+        incarnation=Incarnation(1),
+        uptime=1e6,
+        queued=256,
+        open_requests=1024,
+        draining=False,
+        workers=(worker(done),),
+        counters=counters,
+    )
+    return Snapshot(at=at, states=states, fleet=fleet)
+
+
+def screen(counters: RouterCounters) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    now, before = snapshot(1.0, 12345, counters), snapshot(0.0, 0, counters)
+    console.print(render(DEPLOYMENT, now, before))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_column_is_whole_at_80_columns() -> None:
+    text = screen(RouterCounters(accepted=123456, finished=123456))
+    assert "\u2026" not in text
+    assert text.splitlines()[1].split()[-1] == "out/s"
+    assert text.count("12345 ") + text.count("12345\n") == 3
+    assert all(len(line.rstrip()) < 79 for line in text.splitlines())
+
+
+def test_what_never_happened_is_left_out() -> None:
+    assert "requests: 2 accepted, 1 finished\n" in screen(RouterCounters(accepted=2, finished=1))
+    text = screen(RouterCounters(accepted=2, finished=1, failed=1, retries=3))
+    assert "requests: 2 accepted, 1 finished, 1 failed, 3 retries\n" in text
