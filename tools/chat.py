@@ -11,6 +11,7 @@ import diptych
 from shared.config import Deployment
 from shared.errors import ResourceMissing
 from tools.running import client, require_running
+from tools.wrap import WordWrap
 
 _CONNECT_TIMEOUT = 10.0
 _HELP = "/quit leaves, /new begins a new conversation, Ctrl-C stops an answer"
@@ -104,6 +105,7 @@ def _stream(
     begun = time.monotonic()
     first = last = None
     text, tokens = "", 0
+    wrap = WordWrap(console.width - 1) if console.is_terminal else None
     with link.chat_stream(
         turns, temperature=settings.temperature, max_tokens=settings.max_tokens
     ) as stream:
@@ -113,7 +115,8 @@ def _stream(
                 first = first or last
                 tokens += len(chunk.token_ids)
             text += chunk.text
-            console.print(chunk.text, end="", markup=False, highlight=False, soft_wrap=True)
+            console.file.write(wrap.feed(chunk.text) if wrap else chunk.text)
+            console.file.flush()
     console.print()
     if first is not None and last is not None:
         tpot = (last - first) / (tokens - 1) if tokens > 1 else None
