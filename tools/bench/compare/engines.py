@@ -1,0 +1,73 @@
+"""``diptych bench compare``: our engine and the peers' in turns, with ratios and goals."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from shared.config import Precision
+from shared.engine.model_files import resolve_model
+from shared.engine.weights import read_config
+from tools.bench.compare.goals import judge, ratio_rows, verdict_rows
+from tools.bench.engine.command import own_entries, race
+from tools.bench.engine.contestant import Launch
+from tools.bench.engine.figures import Plan
+from tools.bench.engine.report import as_table, render_tables, write_report
+from tools.bench.engine.rounds import Entry
+from tools.bench.peers.models import model_for
+from tools.bench.peers.peer import Peer, engine_environment, environment
+
+_RATIO_NOTE = "Our milliseconds over the peer's: below 1 we are faster."
+_GOAL_NOTE = "Goals: our milliseconds over the best named peer's, in this run."
+
+
+def compare_engines(
+    plan: Plan, chosen: Sequence[Precision], peers: Sequence[Peer], out: Path, console: Console
+) -> int:
+    """Measure, print tables, write the report. Returns 1 if an engine failed, else 0."""
+    entries = [*own_entries(plan, chosen), *peer_entries(plan, peers)]
+    report = race(plan, entries, console)
+    names = [facts.name for facts in report.engines]
+    ratios = ratio_rows(report.cells, plan.shapes, names)
+    verdicts = verdict_rows(judge(report.cells, report.growth))
+    page = write_report(report, out, [(ratios, _RATIO_NOTE), (verdicts, _GOAL_NOTE)])
+    for table in render_tables(report):
+        console.print(table)
+    console.print(as_table(ratios, "", _RATIO_NOTE))
+    console.print(as_table(verdicts, "", _GOAL_NOTE))
+    console.print(f"{page.with_name(page.stem + '.json')}\n{page}", soft_wrap=True, highlight=False)
+    return 1 if any(facts.problem for facts in report.engines) else 0
+
+
+def peer_entries(plan: Plan, peers: Sequence[Peer]) -> list[Entry]:
+    """Return one entry per peer, its form of the model made if need be."""
+    model_dir = resolve_model(plan.model)
+    kv_bytes = plan.pool_tokens * kv_token_bytes(model_dir)
+    entries = []
+    for peer in peers:
+        options = {
+            "model": str(model_for(peer, plan.model, model_dir)),
+            "cores": plan.cores,
+            "threads": len(plan.cores),
+            "slots": plan.slots,
+            "tokens": plan.pool_tokens,
+            "longest": plan.longest,
+        }
+        variables = environment(peer, plan.cores, kv_bytes) | engine_environment(peer)
+        launch = Launch(
+            name=peer.name,
+            python=peer.python,
+            module=peer.module,
+            options=options,
+            environment=variables,
+        )
+        entries.append(Entry(launch=launch, precision=peer.precision, ours=False))
+    return entries
+
+
+def kv_token_bytes(model_dir: Path) -> int:
+    """Return the bytes of one token's KV in bf16, from the model's config."""
+    config = read_config(model_dir)
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * 2 * config["num_hidden_layers"] * heads * size)

@@ -1,0 +1,1 @@
+"""Engines measured without a server around them, in turns on the same cores."""

@@ -1,0 +1,101 @@
+"""``diptych bench engine``: our engine in the precisions asked for, in turns."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from shared.config import Precision
+from shared.engine.model_files import resolve_model
+from shared.errors import BadConfig
+from tools.bench.engine.contestant import Launch
+from tools.bench.engine.figures import Plan
+from tools.bench.engine.report import EngineReport, make_report, render_tables, write_report
+from tools.bench.engine.rounds import Entry, Race
+
+_MODULE = "tools.bench.engine.diptych"
+
+
+def precisions(text: str) -> tuple[Precision, ...]:
+    """Read names with commas between. Raises ``BadConfig`` with those there are."""
+    known: tuple[Precision, ...] = get_args(Precision)
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        raise BadConfig(f"no precision {unknown[0]!r}, only {', '.join(known)}")
+    return tuple(name for name in known if name in text.split(","))
+
+
+def all_but_fp32() -> str:
+    """Return the precisions that anyone serves for speed, as ``precisions`` reads them."""
+    return ",".join(name for name in get_args(Precision) if name != "fp32")
+
+
+def pick_cores(threads: int | None) -> tuple[int, ...]:
+    """Return the first ``threads`` cores this process may use, all of them when None.
+
+    Raises:
+        BadConfig: there are not so many.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if threads is not None and threads > len(cores):
+        raise BadConfig(f"--threads is {threads}, but there are {len(cores)} cores")
+    return tuple(cores[:threads])
+
+
+def own_entries(plan: Plan, chosen: Sequence[Precision]) -> list[Entry]:
+    """Return one entry per precision."""
+    options = {
+        "model": str(resolve_model(plan.model)),
+        "cores": plan.cores,
+        "threads": len(plan.cores),
+        "slots": plan.slots,
+        "tokens": plan.pool_tokens,
+        "longest": plan.longest,
+    }
+    return [
+        Entry(
+            launch=Launch(
+                name=f"diptych-{precision}",
+                python=sys.executable,
+                module=_MODULE,
+                options={**options, "precision": precision},
+                environment={"OMP_NUM_THREADS": str(len(plan.cores))},
+            ),
+            precision=precision,
+            ours=True,
+        )
+        for precision in chosen
+    ]
+
+
+def race(plan: Plan, entries: Sequence[Entry], console: Console) -> EngineReport:
+    """Measure the entries in turns."""
+    load = os.getloadavg()[0]
+    engines, cells = Race(plan, console).run(entries)
+    return make_report(plan, engines, cells, load)
+
+
+def bench_engine(
+    plan: Plan, chosen: Sequence[Precision], out: Path, as_json: bool, console: Console
+) -> int:
+    """Measure, print tables or JSON, write the report. Returns the exit code.
+
+    Progress and tables go to ``console``, JSON alone to stdout.
+    """
+    report = race(plan, own_entries(plan, chosen), console)
+    page = write_report(report, out)
+    for table in render_tables(report):
+        console.print(table)
+    console.print(f"{page.with_name(page.stem + '.json')}\n{page}", soft_wrap=True, highlight=False)
+    if as_json:
+        print(page.with_name(page.stem + ".json").read_text(encoding="utf-8"), end="")
+    return 1 if any(facts.problem for facts in report.engines) else 0
+
+
+def default_output(kind: str) -> Path:
+    """Return ``reports/KIND-DATE`` in the working directory."""
+    return Path("reports") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")

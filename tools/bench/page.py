@@ -1,0 +1,85 @@
+"""Parts of every report: where and when, the JSON file, and a page that loads nothing."""
+
+import html
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
+  padding: 0 1rem; color: #1c2024; background: #fff; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde1e6; }
+th:first-child, td:first-child { text-align: left; white-space: pre; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+.note { color: #5a6169; }
+"""
+
+
+Rows = list[list[str]]
+"""Header row and body rows of a table; names come first."""
+
+
+def now() -> str:
+    """Return date, time and offset of this moment."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def machine() -> str:
+    """Return the machine in words."""
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores, {platform.machine()}, Linux {platform.release()}"
+
+
+def processor() -> str:
+    """Return the processor's name as the kernel tells it, else the architecture."""
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_files(report: Struct, page: str, base: Path) -> tuple[Path, Path]:
+    """Write ``base``.json and ``base``.html and return both."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    as_json, as_html = base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")
+    as_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    as_html.write_text(page, encoding="utf-8")
+    return as_json, as_html
+
+
+def render_page(
+    title: str,
+    facts: Sequence[str],
+    tables: Sequence[tuple[Rows, str]],
+    problems: Sequence[str],
+    charts: Sequence[str],
+) -> str:
+    """Return a page: tables, each with a note below it, what went wrong, and SVG charts."""
+    listed = "".join(f"<li>{html.escape(problem)}</li>" for problem in problems)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title><style>{_CSS}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1>"
+        f"<p class=note>{' &middot; '.join(html.escape(fact) for fact in facts)}</p>"
+        + "".join(_table(rows, note) for rows, note in tables)
+        + (f"<h2>Errors</h2><ul>{listed}</ul>" if listed else "")
+        + f'<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts)}</div>'
+        "</body></html>\n"
+    )
+
+
+def _table(rows: Rows, note: str) -> str:
+    header, *body = rows
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in body
+    )
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        f"<p class=note>{html.escape(note)}</p>"
+    )

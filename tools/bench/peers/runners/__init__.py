@@ -1,0 +1,1 @@
+"""Runs inside a peer's own environment: standard library and the peer only, nothing of ours."""

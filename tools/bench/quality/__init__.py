@@ -1,0 +1,1 @@
+"""What a precision costs in quality, against fp32 on a text of our own."""

@@ -1,0 +1,25 @@
+"""How much quality a precision may cost; one row per precision, justified by measurement.
+
+Measured on SmolLM2-135M-Instruct over the prose that comes with Diptych, see
+``docs/performance.md``.
+"""
+
+from typing import Final
+
+from msgspec import Struct
+
+from shared.config import Precision
+
+
+class Gate(Struct, frozen=True, kw_only=True):
+    """Bounds against fp32: ``top1`` at least; ``perplexity`` (relative) and ``kl`` at most."""
+
+    top1: float
+    perplexity: float
+    kl: float
+
+
+GATES: Final[dict[Precision, Gate]] = {
+    "fp32": Gate(top1=0.999, perplexity=0.0005, kl=0.0005),
+    "bf16": Gate(top1=0.97, perplexity=0.01, kl=0.01),
+}
