@@ -46,5 +46,5 @@ $(READY): pyproject.toml sdk/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing dependencies into $(VENV); the first time this takes minutes and says nothing"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=26'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ./sdk -e '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e ./sdk -e '.[dev]'
 	@touch $@
