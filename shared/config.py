@@ -257,6 +257,8 @@ def _allowed(message: str) -> str:
     node: msgspec.inspect.Type = msgspec.inspect.type_info(Deployment)
     match = re.search(r"at `\$([^`]*)`$", message)
     for key in re.findall(r"[^.\[\]]+", match[1]) if match else ():
+        if key.isdigit():
+            continue  # the number of a list's item, which has the list's node
         inner = _fields(node).get(key)
         if inner is None:
             return ""

@@ -37,7 +37,7 @@ BLOCKS = 32
 SOURCE = SourceKey(WorkerId("prefill-0"), Incarnation(7))
 FAST = FetchLimits(slots=4, stall=0.2, attempts=4)
 DEADLINE = 20.0
-CONNECTIONS = 2_000  # 10,000 with `make soak`
+CONNECTIONS = 2_000
 CHUNKS = 9  # of an 8-block job: 3 layers, 2 parts, 1,024 bytes a part, cut at 700
 
 
