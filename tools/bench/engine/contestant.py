@@ -102,6 +102,11 @@ class Contestant:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
     def ask(self, do: str, timeout: float, **arguments: object) -> Any:  # noqa: ANN401
         """Let the process run one of its functions and return the value.
 

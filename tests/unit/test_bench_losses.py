@@ -1,0 +1,146 @@
+"""Losses of precisions: computed as defined, bounded by a table, read from our own text."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pytest
+import typer
+from msgspec import Struct
+from typer.testing import CliRunner
+
+from shared.errors import BadConfig
+from tools.bench.codecs_quality import BestTokens
+from tools.bench.options import with_options
+from tools.bench.quality import measure as quality
+from tools.bench.quality.command import breaches, quality_rows
+from tools.bench.quality.gates import GATES
+from tools.bench.quality.measure import (
+    TEXT,
+    Loss,
+    Plan,
+    QualityRow,
+    Scores,
+    load_scores,
+    loss,
+    read_windows,
+)
+
+
+def scores(own: list[float], rows: list[list[float]]) -> Scores:
+    """Scores over a vocabulary of as many tokens as a row of probabilities has."""
+    table = np.array(rows)
+    order = np.argsort(-table, axis=1)
+    best = BestTokens(order, np.log(np.take_along_axis(table, order, axis=1)))
+    return Scores(np.log(np.array(own)), best)
+
+
+def row(lost: Loss) -> QualityRow:
+    return QualityRow(
+        precision="bf16",
+        kv_dtype="bf16",
+        rss=1 << 20,
+        decode_ms=1.0,
+        prefill_ms=1.0,
+        prefill=lost,
+        decode=lost,
+    )
+
+
+def test_loss_of_a_known_case() -> None:
+    """Perplexity of p = 1/2 is 2, of p = 1/4 it is 4; one of two best tokens changed."""
+    reference = scores([0.5, 0.5], [[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]])
+    other = scores([0.25, 0.25], [[0.7, 0.2, 0.1], [0.3, 0.5, 0.2]])
+    found = loss(reference, other)
+    assert found.perplexity == pytest.approx(4.0)
+    assert found.perplexity_change == pytest.approx(1.0)
+    assert (found.positions, found.top1) == (2, 0.5)
+    assert found.kl == pytest.approx((0.5 * np.log(5 / 3) + 0.3 * np.log(3 / 5)) / 2)
+
+
+def test_the_same_reading_loses_nothing() -> None:
+    same = scores([0.5], [[0.6, 0.3, 0.1]])
+    found = loss(same, same)
+    assert (found.perplexity_change, found.top1, found.kl) == (0.0, 1.0, 0.0)
+
+
+def test_breaches_name_precision_phase_and_bound() -> None:
+    """Guards: a precision that got worse passes since nobody looks at one of its numbers."""
+    good = Loss(positions=9, perplexity=9.0, perplexity_change=0.0, top1=1.0, kl=0.0)
+    bad = Loss(positions=9, perplexity=9.9, perplexity_change=0.5, top1=0.5, kl=1.0)
+    assert breaches(row(good)) == []
+    found = breaches(row(bad))
+    assert len(found) == 6
+    assert found[0].startswith("bf16, prefill: top-1 agreement 50.00%")
+    assert len(quality_rows([row(good)])) == 3
+
+
+def test_the_reference_has_the_tightest_bounds() -> None:
+    assert all(gate.top1 <= GATES["fp32"].top1 for gate in GATES.values())
+    assert all(gate.kl >= GATES["fp32"].kl for gate in GATES.values())
+
+
+def test_scores_are_read_without_pickle(tmp_path: Path) -> None:
+    harm = np.array([{"a": 1}], dtype=object)
+    np.savez(tmp_path / "x.npz", logprobs=harm, tokens=harm, best=harm)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        load_scores(tmp_path / "x.npz")
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose tokens are words."""
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr(quality, "resolve_model", lambda _: tmp_path)
+
+
+def plan(text: Path | None, window: int, windows: int) -> Plan:
+    return Plan(model="m", window=window, windows=windows, cores=(0,), text=text)
+
+
+@pytest.mark.usefixtures("words")
+def test_text_is_cut_into_whole_windows(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("a b c d e f g")
+    assert [len(w) for w in read_windows(plan(tmp_path / "t", 3, 9))] == [3, 3]
+    assert len(read_windows(plan(tmp_path / "t", 3, 1))) == 1
+    with pytest.raises(BadConfig, match="7 tokens, fewer than a window of 8"):
+        read_windows(plan(tmp_path / "t", 8, 1))
+    with pytest.raises(BadConfig, match="cannot read"):
+        read_windows(plan(tmp_path / "absent", 8, 1))
+
+
+@pytest.mark.usefixtures("words")
+def test_our_own_text_fills_the_default_windows() -> None:
+    assert TEXT.is_file()
+    assert len(read_windows(plan(None, 500, 7))) == 7
+
+
+def test_options_of_a_struct_become_options_of_a_command() -> None:
+    """Guards: inherited fields, defaults and exit codes get lost on the way to typer."""
+
+    class Base(Struct, frozen=True, kw_only=True):
+        count: Annotated[int, typer.Option(help="How many.", min=1)] = 3
+
+    class Options(Base, frozen=True, kw_only=True):
+        name: Annotated[str, typer.Option("--name")]
+
+    seen: list[Options] = []
+
+    @with_options(Options)
+    def command(options: Options) -> int:
+        seen.append(options)
+        return options.count
+
+    app = typer.Typer()
+    app.command()(command)
+    assert CliRunner().invoke(app, ["--name", "x"]).exit_code == 3
+    assert CliRunner().invoke(app, ["--name", "y", "--count", "5"]).exit_code == 5
+    assert CliRunner().invoke(app, []).exit_code == 2
+    assert seen == [Options(name="x"), Options(name="y", count=5)]
