@@ -1,14 +1,23 @@
 """Numbers of a report are what the records say; the page stands alone."""
 
+import io
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from tools.bench.records import Record, Timeline
-from tools.bench.report import Report, make_report, render_html, rows, write_report
+from tools.bench.report import (
+    Report,
+    make_report,
+    render_html,
+    render_table,
+    rows,
+    write_report,
+)
 from tools.bench.serve import Plan
 from tools.bench.summary import Cost, spread, summarise
 
@@ -84,6 +93,19 @@ def test_nothing_measured_is_no_number() -> None:
     level = summarise(8, [record(0.0, "x")], Cost(control=None, client=0.0))
     assert ["TTFT", "-"] in rows([level])
     assert ["output tokens/s", "0.0"] in rows([level])
+
+
+def test_three_levels_fit_80_columns() -> None:
+    """Guards: seconds of latency in the default levels do not break the table's cells."""
+    level = summarise(16, [record(0.0), record(123.0)], Cost(control=1.0, client=0.0))
+    slow = spread([12.3456, 98.7654])
+    level = msgspec.structs.replace(level, ttft=slow, tpot=slow, itl=slow, latency=slow)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_table(msgspec.structs.replace(report(), levels=[level] * 3)))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    slow_rows = [line for line in lines if re.search("TTFT|TPOT|ITL|latency", line)]
+    assert [line.count(" / ") for line in slow_rows] == [3, 3, 3, 3]
 
 
 @keeps_fonts_open

@@ -13,10 +13,17 @@ from msgspec import Struct
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
   padding: 0 1rem; color: #1c2024; background: #fff; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: .25rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+thead th { border-bottom: 2px solid #9aa3ad; }
+tbody tr:hover { background: #f4f6f8; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde1e6; }
 th:first-child, td:first-child { text-align: left; white-space: pre; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr));
+  gap: 1rem; }
+.charts > div { border: 1px solid #dde1e6; border-radius: .5rem; padding: .5rem;
+  break-inside: avoid; }
+.charts svg { display: block; width: 100%; height: auto; }
 .note { color: #5a6169; }
 """
 

@@ -94,7 +94,7 @@ def chart(
         axes.set_xlabel(below)
         axes.set_xticks(range(len(ticks)), ticks)
         if from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:

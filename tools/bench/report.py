@@ -86,7 +86,11 @@ def render_html(report: Report) -> str:
 
 
 def _pair(values: Spread | None) -> str:
-    return "-" if values is None else f"{values.p50:.1f} / {values.p99:.1f}"
+    return "-" if values is None else f"{_ms(values.p50)} / {_ms(values.p99)}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _requests(level: LevelSummary) -> str:
@@ -114,6 +118,6 @@ _ROWS: list[tuple[str, Callable[[LevelSummary], str]]] = [
     ("first decode step", lambda level: _pair(level.phases.first_step)),
     ("decode step", lambda level: _pair(level.phases.decode_step)),
     ("hand-over beside a step", lambda level: _pair(level.phases.hand_over)),
-    ("router+gateway us/token", _control),
+    ("router+gateway µs/token", _control),
     ("load client CPU", lambda level: f"{100 * level.client_cpu_share:.0f} %"),
 ]
