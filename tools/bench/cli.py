@@ -29,7 +29,7 @@ def bench_serve(
     output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64,
     concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16",
     requests: Annotated[
-        int | None, typer.Option(help="Requests per level; else four per client.")
+        int | None, typer.Option(help="Requests per level; else four per client, eight or more.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Deployment; started if none runs.")

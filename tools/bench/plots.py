@@ -96,6 +96,7 @@ def chart(
         if from_zero:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside lower center", ncols=3, frameon=False)

@@ -12,6 +12,7 @@ from tools.bench.serve import Plan
 from tools.bench.summary import LevelSummary, Spread
 
 _EXPLANATION = (
+    "Times in ms as p50 / p99. "
     "TTFT: request sent to first text at the client. TPOT: (last - first token) / (tokens - 1). "
     "ITL: single gaps between events. Phases come from the servers' own timelines: queue + "
     "prefill + transfer = TTFT at the gateway. Hand-over: first token sampled by prefill to "
