@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 SOURCES := services shared tools sdk/src tests
 
-.PHONY: up test check fmt bench gpu-test setup
+.PHONY: up test check fmt bench gpu-test compose-test setup
 .DEFAULT_GOAL := up
 
 up: $(READY)
@@ -35,6 +35,9 @@ bench: $(READY)
 
 gpu-test: $(READY)
 	@$(BIN)/python -m tools.gpu_test
+
+compose-test: $(READY)
+	$(BIN)/pytest tests/compose
 
 setup: $(READY)
 

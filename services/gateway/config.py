@@ -45,10 +45,12 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
     except ValueError as error:
         raise BadConfig(f"`gateway.http`: {error}") from error
     _check_keys(section.api_keys)
-    if section.api_keys is None and not _is_loopback(host):
+    open_to_all = section.api_keys is None and not section.allow_anonymous
+    if open_to_all and not _is_loopback(host):
         raise BadConfig(
             f"`gateway.http: {section.http}` can be reached from other machines: set "
-            "`gateway.api_keys` (key: tenant), or listen on 127.0.0.1"
+            "`gateway.api_keys` (key: tenant), or listen on 127.0.0.1, or, where something "
+            "else keeps strangers out, set `gateway.allow_anonymous: true`"
         )
     return GatewayConfig(
         host=host,
