@@ -1,0 +1,54 @@
+"""The real model with KV over sockets: the reference's tokens, on a good and on a bad network."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from diptych import Client
+from tests.system.asking import GREEDY, answers, assert_golden
+from tests.system.conftest import GoldenCase
+from tests.system.fleet import Fleet, deployment
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+KINDS = ("drop", "duplicate", "reorder", "corrupt", "truncate", "delay")
+BAD = {"seed": 5, "chunks": [{"kind": kind, "probability": 0.01} for kind in KINDS]}
+
+
+@pytest.fixture(scope="module", params=[None, BAD], ids=["good", "bad"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """1P1D that may not use shared memory, with small chunks and a small window."""
+    transfer = {"path": "host", "chunk_size": "64KiB", "window": 4, "stall_timeout": "500ms"}
+    changes: dict[str, Any] = {} if request.param is None else {"faults": request.param}
+    tree = deployment(
+        {"prefill": 1, "decode": 1},
+        workers={"prefill": {"max_batch_tokens": 96}},
+        router={"split_threshold": 0},
+        transfer=transfer,
+        **changes,
+    )
+    fleet = Fleet(tree)
+    try:
+        yield fleet.start()
+        assert set(fleet.stop().values()) == {0}
+    finally:
+        fleet.stop()
+        fleet.remove()
+
+
+def test_a_busy_batch_over_sockets_equals_the_reference(
+    fleet: Fleet, golden: list[GoldenCase]
+) -> None:
+    """Guards split = unsplit for the path between machines (32, 35, 40, 41)."""
+    chosen = golden[::4]
+    assert_golden(chosen, answers(fleet, chosen, 8, max_tokens=10, **GREEDY))
+    with Client(fleet.client_endpoint) as client:
+        status = fleet.wait_idle(client)
+    decode = next(w for w in status["workers"] if w["role"] == "decode")
+    (pair,) = decode["pairs"]
+    assert (pair["path"], pair["reason"]) == ("host", "configured")
+    assert pair["transfers"] >= len(chosen) and pair["bytes"] > 0
+    for worker in status["workers"]:
+        load = worker["load"]
+        assert load["blocks_free"] + load["blocks_cached"] == load["blocks_total"]
