@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 SOURCES := services shared tools sdk/src tests
 
-.PHONY: up test check fmt bench gpu-test compose-test setup
+.PHONY: soak up test check fmt bench gpu-test compose-test setup
 .DEFAULT_GOAL := up
 
 up: $(READY)
@@ -32,6 +32,9 @@ fmt: $(READY)
 bench: $(READY)
 	@$(BIN)/diptych fetch
 	$(BIN)/diptych bench serve --config $(CONFIG)
+
+soak: $(READY)
+	$(BIN)/python -m tests.unit.bulk_soak
 
 gpu-test: $(READY)
 	@$(BIN)/python -m tools.gpu_test

@@ -35,6 +35,7 @@ from shared.messages.router_worker import (
 )
 from shared.runtime import router_workers_endpoint
 from shared.transport.link import RouterLink
+from shared.transport.security import security_for
 
 DEADLINE = 60.0
 ROOT = Path(__file__).parents[2]
@@ -239,8 +240,10 @@ class Rig:
             assert "Traceback" not in errors, errors
 
     def _bind(self) -> RouterLink[FromWorker, ToWorker]:
-        endpoint = router_workers_endpoint(load_deployment(self.config))
-        return RouterLink(self._context, endpoint, FromWorker, self._on_message)
+        deployment = load_deployment(self.config)
+        endpoint = router_workers_endpoint(deployment)
+        keys = security_for(endpoint, deployment.security, "bind")
+        return RouterLink(self._context, endpoint, FromWorker, self._on_message, security=keys)
 
     def _on_message(self, peer: bytes, message: FromWorker) -> None:
         self.messages.append((peer, message))
