@@ -18,15 +18,17 @@ inline void attention_as(const Crew& crew, const Attention& a, const Batch& batc
   // A decode item is cut into its KV heads only where there are too few items to go round.
   long parts = plan.num_decodes >= 2 * crew.threads ? 1 : kv_heads, width = kv_heads / parts;
   long prefills = plan.num_prefills * kv_heads, all = prefills + plan.num_decodes * parts;
-  for (long unit; (unit = crew.next()) < all;) {
-    if (unit < prefills) {
+  auto decode_unit = [&](long unit) {
+    if (unit < prefills || unit >= all) return DecodeUnit{nullptr, 0, 0};
+    long first = (unit - prefills) % parts * width;
+    return DecodeUnit{plan.decodes + (unit - prefills) / parts, first, first + width};
+  };
+  for (long unit = crew.next(), after; unit < all; unit = after) {
+    after = crew.next();  // known early, so that its first keys can be asked for
+    if (unit < prefills)
       prefill_item<D, M>(a, batch, plan.prefills[unit / kv_heads], unit % kv_heads, sizes, own);
-      continue;
-    }
-    unit -= prefills;
-    long first = unit % parts * width;
-    decode_item<K>(a, batch, plan.decodes[unit / parts], first, first + width, sizes, own,
-                   partials);
+    else
+      decode_item<K>(a, batch, decode_unit(unit), decode_unit(after), sizes, own, partials);
   }
   crew.sync();
   if (plan.num_merges == 0) return;

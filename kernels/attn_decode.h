@@ -213,25 +213,41 @@ inline void read_query(const Attention& a, long token, long head, long count, St
   }
 }
 
-// KV heads [kv_first, kv_last) of one item. Keys are taken kLanes at a time for all heads, so
+// Which KV heads of which item; a null item is none.
+struct DecodeUnit {
+  const Item* item;
+  long kv_first, kv_last;
+};
+
+// Ask for the first rows of an item: nothing else has announced them.
+template <class M>
+DIPTYCH_INLINE void prefetch_first(const Pool& pool, const Batch& batch, const DecodeUnit& unit,
+                                   const char* rows, long dim) {
+  long offsets[kLanes];
+  long first = unit.item->first, count = min_of(kLanes, unit.item->last - first);
+  fill_offsets(pool, batch, unit.item->seq, first, first + count, unit.kv_first, offsets);
+  for (long t = 0; t < count; ++t)
+    prefetch_row(rows + offsets[t] * dim * M::kSize,
+                 (unit.kv_last - unit.kv_first) * dim * M::kSize);
+}
+
+// The KV heads of one unit. Keys are taken kLanes at a time for all heads, so
 // that memory is read in the order in which it lies.
 template <class K>
-inline void decode_item(const Attention& a, const Batch& batch, const Item& item, long kv_first,
-                        long kv_last, const AttentionSizes& sizes, char* own, float* partials) {
+inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit& unit,
+                        const DecodeUnit& after, const AttentionSizes& sizes, char* own,
+                        float* partials) {
   typedef typename K::Mem M;
   const Pool& pool = a.pool;
-  long group = a.heads / pool.kv_heads, n = item.last - item.first, kv_count = kv_last - kv_first;
-  long token = batch.query_start[item.seq], first = kv_first * group, count = kv_count * group;
+  const Item& item = *unit.item;
+  long group = a.heads / pool.kv_heads, n = item.last - item.first;
+  long kv_count = unit.kv_last - unit.kv_first, count = kv_count * group;
+  long token = batch.query_start[item.seq], first = unit.kv_first * group;
   char* q = own + sizes.decode_q;
   long* offsets = reinterpret_cast<long*>(own + sizes.decode_offsets);
   float* scores = reinterpret_cast<float*>(own + sizes.decode_scores);
   float* sums = reinterpret_cast<float*>(own + sizes.decode_sums);
-  fill_offsets(pool, batch, item.seq, item.first, item.last, kv_first, offsets);
-  auto prefetch_first = [&](const char* rows, long dim) {
-    for (long t = 0; t < min_of(kLanes, n); ++t)
-      prefetch_row(rows + offsets[t] * dim * M::kSize, kv_count * dim * M::kSize);
-  };
-  prefetch_first(pool.k, pool.k_dim);
+  fill_offsets(pool, batch, item.seq, item.first, item.last, unit.kv_first, offsets);
   read_query(a, token, first, count, K::kQuery, q, sizes.q_stride);
   // f(heads of this pass, index of the first, its KV head) for all heads.
   auto each_group = [&](auto&& f) {
@@ -248,12 +264,13 @@ inline void decode_item(const Attention& a, const Batch& batch, const Item& item
                                           scores + head * kScoreStride + t, kScoreStride);
     });
   }
-  prefetch_first(pool.v, pool.v_dim);
+  prefetch_first<M>(pool, batch, unit, pool.v, pool.v_dim);
   ScoreScale scale(a);
   for (long i = 0; i < count; ++i)
     soften(scores + i * kScoreStride, n, scale, sums + i * sizes.partial_stride + sizes.sum_stride);
   for (long i = 0; i < count; ++i)
     memset(sums + i * sizes.partial_stride, 0, size_t(sizes.sum_stride) * 4);
+  if (after.item) prefetch_first<M>(pool, batch, after, pool.k, pool.k_dim);
   for (long t = 0; t < n; t += kLanes) {
     long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
     each_group([&](auto heads, long head, long h) {

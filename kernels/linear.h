@@ -8,6 +8,8 @@ namespace DIPTYCH_TIER {
 
 constexpr long kChunkBytes = 384 << 10;  // activations kept in L2 while weights stream past
 
+constexpr long kFewRows = 4;
+
 // Turn raw sums of one tile row into values: weight scale, input scale, bias.
 template <class D>
 DIPTYCH_INLINE VF finish_sum(const char* raw, const Linear& linear, const Rows& rows, long row,
@@ -74,7 +76,10 @@ inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, 
     after = crew.next();  // known early, so that its weights can be asked for
     long chunk = unit / blocks, block = unit % blocks;
     const char* weights = packed + block * steps * kStepBytes;
-    const char* wanted = packed + after % blocks * steps * kStepBytes;
+    // Few rows run as fast as memory: the CPU's own prefetch does best undisturbed. With more
+    // there is time to bring in the whole next block during the last tile.
+    const char* wanted =
+        count <= kFewRows ? weights + 2048 : packed + after % blocks * steps * kStepBytes;
     long last = min_of(tiles, (chunk + 1) * chunk_tiles);
     for (long t = chunk * chunk_tiles; t < last; ++t) {
       // Tiles of nearly equal height: 16 rows are 8 + 8, not 14 + 2.

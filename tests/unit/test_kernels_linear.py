@@ -49,7 +49,8 @@ def test_any_shape(
     offset = torch.randn(outputs) * inputs**0.5 if bias else None
     actual = PackedLinear(weight, offset, kind)(x)
     expected = functional.linear(x, weight, offset)
-    assert ((actual - expected).abs() <= _bound(x, weight, kind) + 1e-6 * expected.abs()).all()
+    result = 2**-8 if (kind, kernels) == ("bf16", "torch") else 1e-6  # torch rounds results too
+    assert ((actual - expected).abs() <= _bound(x, weight, kind) + result * expected.abs()).all()
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
