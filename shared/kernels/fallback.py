@@ -14,8 +14,7 @@ _ROWS_AT_ONCE = 256
 
 def paged_attention(
     q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
     batch: AttentionBatch,
     scaling: float,
     window: int,
@@ -23,6 +22,7 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend q [rows, heads, k_dim]; returns [rows, heads, v_dim] in the dtype of ``q``."""
+    k_pool, v_pool = pools
     block_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
     out = q.new_empty((q.shape[0], q.shape[1], v_pool.shape[3]))
     group = q.shape[1] // kv_heads

@@ -104,6 +104,6 @@ class TorchStack:
         k = fallback.rotate(k, *rotary)
         fallback.kv_write(k, v, pools[0], pools[1], slots)
         attended = fallback.paged_attention(
-            fallback.rotate(q, *rotary), *pools, batch, shape.scaling, layer.window, 0.0, None
+            fallback.rotate(q, *rotary), pools, batch, shape.scaling, layer.window, 0.0, None
         )
         return layer.o(attended.flatten(1))

@@ -9,8 +9,7 @@ from shared.kernels.types import BLOCK_COLUMNS, KIND_NUMBERS, AttentionBatch, Li
 
 def paged_attention(
     q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
     batch: AttentionBatch,
     *,
     scaling: float,
@@ -20,7 +19,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend q [rows, heads, k_dim] over a KV pool; returns [rows, heads, v_dim] like ``q``.
 
-    ``k_pool``/``v_pool`` are one layer's [blocks, block_size, kv_heads, dim] in fp32, bf16 or
+    ``pools`` are one layer's K and V, [blocks, block_size, kv_heads, dim] in fp32, bf16 or
     fp16, with the step's own K and V already written. A query sees keys up to itself, with
     ``window`` only those later than ``query - window``. Scores are ``softcap * tanh(s /
     softcap)`` where a cap is given; ``sinks`` fp32 [heads] are logits that take weight and give
@@ -31,11 +30,10 @@ def paged_attention(
     """
     bound, cap = window or 0, softcap or 0.0
     if not native():
-        return fallback.paged_attention(q, k_pool, v_pool, batch, scaling, bound, cap, sinks)
+        return fallback.paged_attention(q, pools, batch, scaling, bound, cap, sinks)
     out: torch.Tensor = operators().paged_attention(
         q,
-        k_pool,
-        v_pool,
+        *pools,
         batch.tables,
         batch.query_start,
         batch.context,

@@ -21,15 +21,15 @@ def make_case(
     *,
     heads: int,
     kv_heads: int,
-    k_dim: int,
-    v_dim: int,
+    dims: tuple[int, int],
     block_size: int,
     pool_dtype: torch.dtype,
 ) -> Case:
     """Return a batch of (queries, context) sequences over shuffled blocks.
 
-    Every slot that no sequence owns holds NaN, in K and V alike.
+    ``dims`` are those of K and V. Every slot that no sequence owns holds NaN, in K and V alike.
     """
+    k_dim, v_dim = dims
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // block_size) for _, context in lengths]
     total = sum(counts) + 2

@@ -29,8 +29,7 @@ def _check(tier: str, case: Case, **options: Any) -> None:
     expected = attention(case, scaling, **options)
     actual = paged_attention(
         case.q,
-        case.k_pool,
-        case.v_pool,
+        (case.k_pool, case.v_pool),
         case.batch,
         scaling=scaling,
         **options,
@@ -48,8 +47,7 @@ def test_decodes_and_chunks_in_one_batch(kernels: str, pool: torch.dtype) -> Non
         MIXED,
         heads=9,
         kv_heads=3,
-        k_dim=64,
-        v_dim=64,
+        dims=(64, 64),
         block_size=16,
         pool_dtype=pool,
     )
@@ -65,8 +63,7 @@ def test_window_sees_exactly_its_newest_keys(kernels: str, window: int) -> None:
         [(1, 1), (1, window), (1, window + 1), (40, window + 39), (3, 500), (130, 400)],
         heads=4,
         kv_heads=2,
-        k_dim=32,
-        v_dim=32,
+        dims=(32, 32),
         block_size=8,
         pool_dtype=torch.float32,
     )
@@ -92,8 +89,10 @@ def test_any_shape(kernels: str, data: st.DataObject) -> None:
         lengths,
         heads=heads,
         kv_heads=kv_heads,
-        k_dim=data.draw(st.sampled_from([1, 3, 8, 12, 33, 64, 80, 128])),
-        v_dim=data.draw(st.sampled_from([1, 5, 16, 20, 64, 96])),
+        dims=(
+            data.draw(st.sampled_from([1, 3, 8, 12, 33, 64, 80, 128])),
+            data.draw(st.sampled_from([1, 5, 16, 20, 64, 96])),
+        ),
         block_size=data.draw(st.sampled_from([1, 4, 5, 16, 32])),
         pool_dtype=data.draw(st.sampled_from(POOLS)),
     )
@@ -107,11 +106,11 @@ def test_any_shape(kernels: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("pool", POOLS)
 def test_result_does_not_depend_on_the_batch(kernels: str, pool: torch.dtype) -> None:
     """Greedy output must not change with what else happens to be in the step."""
-    options = {"heads": 6, "kv_heads": 2, "k_dim": 64, "v_dim": 64, "block_size": 16}
+    options = {"heads": 6, "kv_heads": 2, "dims": (64, 64), "block_size": 16}
     case = make_case(3, MIXED, pool_dtype=pool, **options)
 
     def run(batch: AttentionBatch, q: torch.Tensor) -> torch.Tensor:
-        return paged_attention(q, case.k_pool, case.v_pool, batch, scaling=0.125)
+        return paged_attention(q, (case.k_pool, case.v_pool), batch, scaling=0.125)
 
     together = run(case.batch, case.q)
     for s in range(len(MIXED)):
@@ -127,13 +126,13 @@ def test_result_does_not_depend_on_the_batch(kernels: str, pool: torch.dtype) ->
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
 def test_nan_stays_in_its_sequence(kernels: str) -> None:
     """One request's NaN must fail that request only."""
-    options = {"heads": 6, "kv_heads": 2, "k_dim": 16, "v_dim": 16, "block_size": 4}
+    options = {"heads": 6, "kv_heads": 2, "dims": (16, 16), "block_size": 4}
     case = make_case(4, [(1, 50), (1, 50), (20, 20)], pool_dtype=torch.float32, **options)
-    clean = paged_attention(case.q, case.k_pool, case.v_pool, case.batch, scaling=0.25)
+    clean = paged_attention(case.q, (case.k_pool, case.v_pool), case.batch, scaling=0.25)
     case.k_pool[int(case.batch.tables[1, 3]), 1] = math.nan
     q = case.q.clone()
     q[-1] = math.inf
-    dirty = paged_attention(q, case.k_pool, case.v_pool, case.batch, scaling=0.25)
+    dirty = paged_attention(q, (case.k_pool, case.v_pool), case.batch, scaling=0.25)
     assert dirty[1].isnan().all()
     assert dirty[-1].isnan().all()
     assert torch.equal(dirty[0], clean[0])
@@ -143,9 +142,9 @@ def test_nan_stays_in_its_sequence(kernels: str) -> None:
 @pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
 def test_queries_of_any_float_type(kernels: str, output: torch.dtype) -> None:
-    options = {"heads": 6, "kv_heads": 2, "k_dim": 64, "v_dim": 40, "block_size": 4}
+    options = {"heads": 6, "kv_heads": 2, "dims": (64, 40), "block_size": 4}
     case = make_case(5, [(1, 50), (30, 60)], pool_dtype=torch.float32, **options)
-    out = paged_attention(case.q.to(output), case.k_pool, case.v_pool, case.batch, scaling=0.125)
+    out = paged_attention(case.q.to(output), (case.k_pool, case.v_pool), case.batch, scaling=0.125)
     assert out.dtype == output
     assert (out.float() - attention(case, 0.125)).abs().max() < 2e-2
 
@@ -175,7 +174,7 @@ def test_batches_that_would_leave_the_pool_are_refused(
     pool = torch.zeros(2, 4, 1, 8)
     with pytest.raises(RuntimeError, match=sentence):
         paged_attention(
-            torch.zeros(2, 1, 8), pool, pool, AttentionBatch(**fields | change), scaling=1.0
+            torch.zeros(2, 1, 8), (pool, pool), AttentionBatch(**fields | change), scaling=1.0
         )
 
 
@@ -202,6 +201,6 @@ def test_shapes_are_known_without_running() -> None:
         pool, ints = torch.empty(4, 4, 2, 8), torch.empty(1, 2, dtype=torch.int32)
         batch = AttentionBatch(ints, ints[0], ints[0, :1])
         q = torch.empty(3, 4, 8, dtype=torch.bfloat16)
-        out = paged_attention(q, pool, torch.empty(4, 4, 2, 6), batch, scaling=1.0)
+        out = paged_attention(q, (pool, torch.empty(4, 4, 2, 6)), batch, scaling=1.0)
     assert out.shape == (3, 4, 6)
     assert out.dtype == torch.bfloat16
