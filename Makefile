@@ -16,7 +16,7 @@ up: $(READY)
 test: $(READY)
 	@$(BIN)/diptych fetch
 	$(BIN)/pytest -m "not gpu" -n 2 tests/unit tests/transport
-	$(BIN)/pytest -m "not gpu" tests/system tests/faults
+	$(BIN)/pytest -m "not gpu" -n 2 --dist loadfile tests/system tests/faults
 
 check: $(READY)
 	$(BIN)/ruff check $(SOURCES)
