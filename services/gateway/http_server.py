@@ -5,8 +5,11 @@ import errno
 import socket
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.errors import plain_error_body
+from services.gateway.http_protocol import BoundedHttpProtocol
 from shared.errors import BadConfig, ResourceMissing
 
 KEEP_ALIVE = 65.0
@@ -46,12 +49,19 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """A uvicorn server without its own signal handling, logging set-up or loop."""
+    """A uvicorn server without its own signal handling, logging set-up or loop.
+
+    Beyond ``max_connections`` requests get 503, except `/livez`: a crowd is no reason to be
+    taken for dead.
+    """
 
     def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
+        self._app = app
+        self._max_connections = max_connections
         config = uvicorn.Config(
-            app,
-            http="httptools",
+            self._admit,
+            interface="asgi3",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -59,7 +69,6 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=max_connections,
             backlog=_BACKLOG,
             timeout_keep_alive=int(KEEP_ALIVE),
             timeout_graceful_shutdown=_CLOSE_TIMEOUT,
@@ -71,6 +80,11 @@ class HttpServer:
         self._loop_task: asyncio.Task[None] | None = None
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, idle ones included."""
+        return len(self._server.server_state.connections)
 
     async def start(self) -> None:
         """Accept connections."""
@@ -84,3 +98,13 @@ class HttpServer:
         if loop_task is not None:
             await loop_task
             await self._server.shutdown(sockets=[self._listener])
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        crowd = self.num_connections
+        if crowd <= self._max_connections or scope.get("path") == "/livez":
+            await self._app(scope, receive, send)
+            return
+        message = f"{crowd} connections are open, {self._max_connections} are served"
+        body = plain_error_body(message, "server_error", None, "overloaded")
+        headers = {"retry-after": "1", "connection": "close"}
+        await Response(body, 503, headers, media_type="application/json")(scope, receive, send)

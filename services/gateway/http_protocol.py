@@ -1,0 +1,72 @@
+"""One HTTP connection, with the bounds that uvicorn's own lacks.
+
+Uvicorn waits for ever for a request that never comes whole and keeps a head of any size. So a
+few thousand silent sockets would lock everybody out, and one endless header fill the memory.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+HEAD_TIMEOUT = 15.0
+"""Seconds a connection has for its first request's head, and each later head from its start."""
+MAX_HEAD = 64 << 10
+"""Bytes of request line and headers, give or take one read from the socket."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Closes connections whose request head is slow or large; the body has its own limits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._running: list[RequestResponseCycle] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        for cycle in self._running:  # uvicorn tells the last of pipelined requests only
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._running.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_timer is None:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
+            self.send_400_response(f"The request head is larger than {MAX_HEAD} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_arrived()
+        super().on_headers_complete()
+        self._running = [c for c in self._running if not c.response_complete]
+        self._running.append(self.cycle)
+
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_late)
+
+    def _head_arrived(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        if any(not cycle.response_complete for cycle in self._running):
+            # half a pipelined request behind one that is still being answered
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_late)
+        elif not self.transport.is_closing():
+            self.transport.close()
