@@ -27,7 +27,8 @@ class RouterLink(Generic[In, Out]):
     """The binding end: one ROUTER socket, many peers known by their routing id.
 
     ``receive`` is the message type or union to decode; ``on_message(peer, message)`` must not
-    block. What it raises goes to the loop's exception handler.
+    block. What it raises goes to the loop's exception handler. Messages without a routing id
+    of the peer's own choice are rejected.
 
     Raises:
         ResourceMissing: address in use or not available, or an ipc path that is too long.
@@ -100,7 +101,10 @@ class RouterLink(Generic[In, Out]):
             self._admission.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        message = self._codec.decode(frames[1:])
+        # Every peer names itself. A name from libzmq starts with 0: nobody's, or that of a
+        # connection whose owner came back on another one before it was read to its end.
+        nameless = frames[0][:1] == b"\0"
+        message = None if nameless else self._codec.decode(frames[1:])
         if message is None:
             self.rejected += 1
             return

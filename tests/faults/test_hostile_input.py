@@ -54,8 +54,9 @@ def test_fuzzed_frames_on_every_socket_kill_nothing(fleet: Fleet, golden: list[G
         for name in sockets:
             path = fleet.home / "run" / f"{name}.sock"
             assert path.exists(), sorted(p.name for p in path.parent.iterdir())
-            for _ in range(3):
+            for number in range(3):
                 socket = context.socket(zmq.DEALER)
+                socket.setsockopt(zmq.ROUTING_ID, b"fuzz#%d" % number)
                 socket.setsockopt(zmq.LINGER, 500)
                 socket.setsockopt(zmq.SNDTIMEO, 2000)
                 socket.connect(f"ipc://{path}")

@@ -267,6 +267,7 @@ def test_garbage_on_the_kv_socket_is_counted_and_nothing_dies(
         async with rig(make_config(directory, model, split=True), *PAIR) as router:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stranger = context.socket(zmq.DEALER)
+            stranger.setsockopt(zmq.ROUTING_ID, b"stranger#1")
             stranger.connect(router.hellos[WorkerId("prefill-0")][1].kv_endpoint)
             for frame in (b"", b"\xff" * 100, msgspec.msgpack.encode({"type": "open"}), b"\x80"):
                 stranger.send(frame)
