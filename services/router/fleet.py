@@ -1,12 +1,16 @@
 """The table of workers: who fits, who is ready, who is hung or gone."""
 
+from collections import OrderedDict, deque
+
+from msgspec import Struct
+
 from services.router.config import RouterConfig
 from services.router.effects import Outbox, UnwatchProcess, WatchProcess
 from services.router.prefix_index import PrefixIndex
 from services.router.records import Worker
 from services.router.recovery import Recovery
 from shared.errors import DiptychError, IncompatiblePeer, InvalidRequest, WorkerLost
-from shared.ids import Incarnation
+from shared.ids import DispatchId, Incarnation
 from shared.messages.hello import WIRE_VERSION, Compatibility
 from shared.messages.router_worker import (
     CancelWork,
@@ -25,6 +29,13 @@ LOST_DISPATCH_AFTER = 3.0
 """Seconds after which a dispatch that an idle worker does not have counts as lost."""
 
 
+class Departed(Struct, frozen=True):
+    """A worker that was taken out of the table but may live; what to cancel if it is back."""
+
+    incarnation: Incarnation
+    abandoned: deque[DispatchId]
+
+
 class Fleet:
     """Health is judged by messages handled, never by load.
 
@@ -41,6 +52,7 @@ class Fleet:
         outbox: Outbox,
     ) -> None:
         self.by_peer = workers
+        self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self.compatibility: Compatibility | None = None
         self._config = config
         self._incarnation = incarnation
@@ -49,6 +61,11 @@ class Fleet:
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """Welcome a worker that fits the fleet; the first one defines what fits."""
+        if self._lost_its_name(peer, message):
+            text = f"another process has taken the name {message.worker}"
+            self._outbox.note(f"worker {message.worker} refused: {text}", warning=True)
+            self._outbox.to_peer(peer, WorkerRefused(error=IncompatiblePeer(text).payload()))
+            return
         for other in list(self.by_peer.values()):
             same_name = other.hello.worker == message.worker
             if (same_name and other.peer != peer) or (
@@ -70,6 +87,7 @@ class Fleet:
             known.hello, known.role = message, message.role
         self._outbox.worker(known, WorkerWelcome(incarnation=self._incarnation))
         self.heard(known, now)
+        self._cancel_abandoned(known)
 
     def heard(self, worker: Worker, now: float) -> None:
         """Any message is a sign of life; a lost worker learns what it must drop."""
@@ -85,12 +103,15 @@ class Fleet:
         self.compatibility = worker.hello.compatibility
         worker.progress_at = now
         self._back(worker)
-        while worker.abandoned:
-            self._outbox.worker(worker, CancelWork(dispatch=worker.abandoned.popleft()))
+        self._cancel_abandoned(worker)
 
     def stranger(self, peer: bytes) -> None:
-        """Let a worker from before a restart of this router see the new incarnation."""
-        self._outbox.to_peer(peer, RouterBeat(incarnation=self._incarnation))
+        """Let a worker from before a restart of this router see the new incarnation.
+
+        One that was taken out of the table hears nothing: silence makes it say hello.
+        """
+        if peer not in self._departed:
+            self._outbox.to_peer(peer, RouterBeat(incarnation=self._incarnation))
 
     def report(self, worker: Worker, message: Report, now: float) -> None:
         """Take a heartbeat."""
@@ -161,6 +182,8 @@ class Fleet:
         assert len(self.by_peer) <= MAX_WORKERS
         names = [worker.hello.worker for worker in self.by_peer.values()]
         assert len(set(names)) == len(names)
+        assert len(self._departed) <= MAX_WORKERS
+        assert not self._departed.keys() & self.by_peer.keys()
         for worker in self.by_peer.values():
             legs = worker.legs.values()
             assert worker.pending_tokens == sum(leg.pending_tokens for leg in legs)
@@ -184,6 +207,9 @@ class Fleet:
             progress_at=now,
         )
         self.by_peer[peer] = worker
+        former = self._departed.pop(peer, None)
+        if former is not None and former.incarnation == message.incarnation:
+            worker.abandoned.extend(former.abandoned)
         self._outbox.effects.append(WatchProcess(peer, message.pid, message.host))
         self._outbox.note(f"worker {message.worker} ({message.role}) joined")
         return worker
@@ -217,6 +243,20 @@ class Fleet:
         if worker.health in ("ready", "draining"):
             worker.health = "draining" if stopping or worker.drain_ordered else "ready"
 
+    def _lost_its_name(self, peer: bytes, message: WorkerHello) -> bool:
+        """Whether this very process was replaced, and by one that lives."""
+        former = self._departed.get(peer)
+        if former is None or former.incarnation != message.incarnation:
+            return False
+        return any(
+            worker.hello.worker == message.worker and worker.health != "lost"
+            for worker in self.by_peer.values()
+        )
+
+    def _cancel_abandoned(self, worker: Worker) -> None:
+        while worker.abandoned:
+            self._outbox.worker(worker, CancelWork(dispatch=worker.abandoned.popleft()))
+
     def _back(self, worker: Worker) -> None:
         worker.health = "draining" if worker.drain_ordered or worker.stopping else "ready"
         self._outbox.note(f"worker {worker.hello.worker} is back")
@@ -230,6 +270,9 @@ class Fleet:
         worker.health = "lost"
         self._move_work(worker, what, now, tell=False)
         del self.by_peer[worker.peer]
+        self._departed[worker.peer] = Departed(worker.hello.incarnation, worker.abandoned)
+        if len(self._departed) > MAX_WORKERS:
+            self._departed.popitem(last=False)
         self._outbox.effects.append(UnwatchProcess(worker.peer))
         self._forget_compatibility()
 

@@ -111,6 +111,29 @@ def test_a_worker_of_before_a_restart_sees_the_new_incarnation() -> None:
     assert not world.effects and not world.state.fleet.by_peer
 
 
+def test_a_worker_taken_out_of_the_table_comes_back_by_silence_and_hello() -> None:
+    """It was answered by beats of the router it knew, so it never introduced itself again."""
+    world = SplitWorld()
+    prefill, _ = world.start()
+    usurper = world.worker("prefill-0", 2)
+    world.handle(WorkerMessage(usurper, WorkerBye()))
+    world.report(world.prefills[0])
+    assert not world.to(world.prefills[0]), "silence is what makes it say hello"
+    again = world.worker("prefill-0")
+    assert world.to(again, WorkerWelcome) and world.health(again) == "ready"
+    assert [m.dispatch for m in world.to(again, CancelWork)] == [prefill.dispatch]
+
+
+def test_a_replaced_process_that_returns_does_not_take_the_name_back() -> None:
+    """Two processes under one name would push each other out for ever."""
+    world = SplitWorld()
+    successor = world.worker("prefill-0", 2)
+    world.worker("prefill-0")
+    refused = world.one(world.prefills[0], WorkerRefused)
+    assert "another process has taken the name prefill-0" in refused.error.message
+    assert world.health(successor) == "ready"
+
+
 def test_silence_moves_the_work_and_any_message_brings_the_worker_back() -> None:
     world = SplitWorld(prefills=2)
     prefill, _ = world.start()
