@@ -129,6 +129,14 @@ def test_output_that_does_not_fit_its_grammar_is_refused(model: Model) -> None:
     assert refused.value.code == "internal"
 
 
+def test_a_schema_that_nothing_satisfies_is_the_clients_error(model: Model) -> None:
+    """It compiles, but leads nowhere: this was an internal error."""
+    endless = Grammar(kind="json_schema", schema='{"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}')
+    _, failed = model.sampler(endless).sample([0], model.row(0))
+    (error,) = [error for _, error in failed]
+    assert (error.code, error.param) == ("invalid_request", "response_format")
+
+
 @pytest.mark.parametrize("schema", ["{", "[]", '{"type": "nope"}', '{"$ref": "#/missing"}', ""])
 def test_unusable_schema_names_the_field(model: Model, schema: str) -> None:
     """The client must learn what to change, not where xgrammar's source fails."""

@@ -108,6 +108,33 @@ def test_vanishing_temperature_is_greedy() -> None:
     assert sampled[0].token == row.argmax()
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e-3, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_repetition_penalty_leaves_a_token_to_choose(
+    penalty: float, temperature: float
+) -> None:
+    """Tiny ones overflowed float32, and a valid request ended with an internal error."""
+    tokens = stream(sampling(repetition_penalty=penalty, temperature=temperature), 8)
+    assert len(tokens) == 8
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        sampling(min_p=5.0),
+        sampling(min_p=np.nan),
+        sampling(top_p=np.nan, top_k=3),
+        sampling(temperature=np.inf),
+        sampling(repetition_penalty=0.0),
+        sampling(logit_bias={3: np.nan}),
+    ],
+)
+def test_numbers_that_no_sampler_can_use_fail_before_any_step(option: Sampling) -> None:
+    """They raised in the middle of a step and took the whole batch along."""
+    with pytest.raises(InvalidRequest):
+        opened(option)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_broken_row_fails_its_own_sequence_only(bad: float) -> None:
     """One poisoned request must not take the batch down."""

@@ -1,11 +1,15 @@
 """Repetition, frequency and presence penalties over the tokens a sequence has seen."""
 
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.sampling.distribution import Row
+
+_LARGEST: Final = np.float32(1e30)
+"""Far above every logit, with room for what is added afterwards."""
 
 
 class SeenTokens:
@@ -30,12 +34,17 @@ class SeenTokens:
         self._counts[slot] += 1
 
     def penalise(self, row: Row, repetition: float, frequency: float, presence: float) -> None:
-        """Change ``row`` in place: repetition first, then frequency and presence."""
+        """Change ``row`` in place: repetition first, then frequency and presence.
+
+        What a tiny repetition penalty makes of a logit may exceed float32: the largest stays.
+        """
         size = len(self._slots)
         ids, counts = self._ids[:size], self._counts[:size]
         values = row[ids]
         if repetition != 1.0:
-            values = np.where(values > 0, values / repetition, values * repetition)
+            with np.errstate(over="ignore", divide="ignore"):
+                values = np.where(values > 0, values / repetition, values * repetition)
+            values = np.clip(values, -_LARGEST, _LARGEST)
         values -= frequency * counts + presence * (counts > 0)
         row[ids] = values
 

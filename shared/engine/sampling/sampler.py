@@ -11,14 +11,14 @@ from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.logprobs import RowLogprobs
 from shared.engine.sampling.philox import uniforms
 from shared.engine.sampling.state import SequenceState
-from shared.errors import DiptychError, ErrorPayload, NumericalError
+from shared.errors import DiptychError, ErrorPayload, InvalidRequest, NumericalError
 
 Rows = NDArray[np.float32]
 Failure = tuple[int, ErrorPayload]
 
 
-class _Unsampleable(DiptychError):
-    """No token is left to choose from."""
+class _Unsampleable(InvalidRequest):
+    """No token is left to choose from: only a grammar without an end can bring that about."""
 
 
 class Sampler:
@@ -97,7 +97,10 @@ class Sampler:
         if state.edits:
             row = state.edited(row)
             if not np.isfinite(row.max()):
-                raise _Unsampleable(f"nothing may follow output token {state.index - 1}")
+                raise _Unsampleable(
+                    f"the schema allows nothing after {state.index} tokens of output",
+                    param="response_format",
+                )
         if number is None:
             return int(row.argmax())
         weights = weights_of(row, sampling.temperature, self._scratch)

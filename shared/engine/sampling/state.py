@@ -1,5 +1,7 @@
 """What one sequence's sampling needs to remember between steps."""
 
+from math import isfinite
+
 import numpy as np
 
 from shared.engine.batch import OpenSequence
@@ -7,6 +9,7 @@ from shared.engine.sampling.distribution import Row
 from shared.engine.sampling.grammar import GrammarCompiler, Matcher
 from shared.engine.sampling.penalties import SeenTokens
 from shared.errors import InvalidRequest
+from shared.messages.request import Sampling
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: the weights of all but the best tokens vanish."""
@@ -16,7 +19,8 @@ class SequenceState:
     """Sampler state of one open sequence.
 
     Raises:
-        InvalidRequest: a biased or stop token is not in the vocabulary, or the grammar is bad.
+        InvalidRequest: a number makes no sense, a biased or stop token is not in the vocabulary,
+            or the grammar is bad.
         GrammarMismatch: the tokens produced before do not follow the grammar.
     """
 
@@ -29,6 +33,7 @@ class SequenceState:
         """Number of output tokens so far: the index of the next one."""
         self.greedy = sampling.temperature < GREEDY_BELOW
         self.prompt_ids = sequence.prompt_ids
+        _check_numbers(sampling)
         _check_ids(sampling.logit_bias, vocab_size, "logit_bias")
         _check_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         self._bias_ids = np.fromiter(sampling.logit_bias, dtype=np.int64)
@@ -91,6 +96,18 @@ class SequenceState:
         if self._seen is not None:
             self._seen.add(token)
         self.index += 1
+
+
+def _check_numbers(sampling: Sampling) -> None:
+    """Refuse what would fail in the middle of a step, and with it everybody else's."""
+    numbers = (
+        *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),
+        *(sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values()),
+    )
+    if not all(isfinite(number) for number in numbers):
+        raise InvalidRequest("a sampling parameter is not a finite number")
+    if sampling.min_p > 1 or sampling.repetition_penalty <= 0:
+        raise InvalidRequest("min_p is above 1 or repetition_penalty not above 0")
 
 
 def _check_ids(ids: object, vocab_size: int, param: str) -> None:
