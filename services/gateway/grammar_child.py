@@ -18,6 +18,9 @@ from services.gateway.grammar import Verdict
 _WHERE = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
 """Time and source line that xgrammar puts before its messages."""
 _PR_SET_PDEATHSIG = 1
+_MAX_ERROR = 400
+"""Characters of an error passed on: xgrammar quotes the schema, and a verdict is one line of
+bounded length to its reader."""
 _MEMORY = 16 << 30
 """Bytes of address space; torch maps several GiB of it before any schema is read."""
 
@@ -39,7 +42,8 @@ def _check(schema: str) -> Verdict:
     try:
         xgrammar.Grammar.from_json_schema(schema)
     except (RuntimeError, ValueError, MemoryError) as error:
-        return Verdict(error=_WHERE.sub("", str(error)).strip() or "it cannot be compiled")
+        text = _WHERE.sub("", str(error)).strip()[:_MAX_ERROR]
+        return Verdict(error=text or "it cannot be compiled")
     return Verdict()
 
 

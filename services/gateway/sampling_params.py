@@ -11,6 +11,8 @@ from shared.messages.request import Grammar, Sampling
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_PROMPT_SCORES = 262_144
+"""Log probabilities of one prompt, candidates included: they travel in one frame of 8 MiB."""
 _MAX_STOP_LENGTH = 1024
 _SEEDS = 1 << 63
 
@@ -99,6 +101,7 @@ def make_sampling(
     Raises:
         InvalidRequest: with the offending field in ``param``.
     """
+    _check_prompt_scores(extras, prompt_length)
     max_tokens = _max_tokens(options, extras, prompt_length, limits)
     min_tokens = options.min_tokens or 0
     if min_tokens > max_tokens:
@@ -150,6 +153,16 @@ def _max_tokens(
             param=name,
         )
     return wanted
+
+
+def _check_prompt_scores(extras: Extras, prompt_length: int) -> None:
+    scores = 0 if extras.prompt_logprobs is None else extras.prompt_logprobs + 1
+    if scores * prompt_length > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"{scores} log probabilities for each of {prompt_length} prompt tokens are more than "
+            f"{MAX_PROMPT_SCORES}: ask for fewer or shorten the prompt",
+            param="logprobs",
+        )
 
 
 def _check_ids(ids: dict[int, float] | list[int], limits: TokenLimits, param: str) -> None:

@@ -271,6 +271,7 @@ def test_json_schemas_are_checked_before_any_worker(run_async: RunAsync) -> None
                 {"$ref": "#/nowhere"},
                 {"type": "string", "pattern": "("},
                 {"type": "object", "description": "x" * 70_000},
+                {"type": "y" * 65_500},  # its quotation made a verdict too long to be read: 500
             ]
             param = "response_format.json_schema.schema"
             for schema in bad:

@@ -11,6 +11,12 @@ from tokenizers import decoders, models
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.detokenize import WindowDetokenizer
 from services.gateway.errors import ContextLengthExceeded, RequestFailed, http_error
+from services.gateway.sampling_params import (
+    Extras,
+    SamplingOptions,
+    TokenLimits,
+    make_sampling,
+)
 from services.gateway.timeline import Moments, make_timeline
 from shared.errors import ErrorPayload, InvalidRequest, UnsupportedModel
 from shared.messages.gateway_router import RequestTimeline
@@ -44,6 +50,17 @@ def test_moments_that_do_not_fit_give_no_phases() -> None:
     known = RequestTimeline(received=10.0, prefill=PhaseTimes(started=12.0, prefilled=12.5))
     assert make_timeline(Moments(arrival=10.0, first_token=10.6), known).phases is None
     assert make_timeline(Moments(arrival=10.0), known).ttft is None
+
+
+def test_prompt_scores_that_fit_no_frame_are_refused() -> None:
+    """The worker's answer exceeded its largest frame, and the worker ended: one after another."""
+    limits = TokenLimits(max_model_len=131_072, vocab_size=100, eos_token_ids=())
+    extras = Extras(prompt_logprobs=20)
+    with pytest.raises(InvalidRequest) as refused:
+        make_sampling(SamplingOptions(max_tokens=1), extras, 32_000, limits)
+    assert refused.value.param == "logprobs"
+    make_sampling(SamplingOptions(max_tokens=1), extras, 8_192, limits)
+    make_sampling(SamplingOptions(max_tokens=1), Extras(prompt_logprobs=0), 131_000, limits)
 
 
 def test_template_that_refuses_messages_is_the_clients_error() -> None:
