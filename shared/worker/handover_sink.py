@@ -217,6 +217,8 @@ class HandoverSink:
                 case KvReady():
                     pull.announce(message)
                 case TransferComplete():
+                    if not 0 <= message.first_token_id < self._limits.vocab_size:
+                        raise BrokenTransfer(f"token {message.first_token_id}, which is none")
                     pull.finish(message)
                     pull.completed = pull.progress
                 case TransferGone():

@@ -161,6 +161,12 @@ BROKEN: dict[str, Callable[[Bench], object]] = {
     "another token than the first": lambda b: b.source(
         msgspec.structs.replace(complete(10), index=3)
     ),
+    "a negative token": lambda b: b.source(
+        msgspec.structs.replace(complete(10), first_token_id=-3)
+    ),
+    "a token outside the vocabulary": lambda b: b.source(
+        msgspec.structs.replace(complete(10), first_token_id=1000)
+    ),
 }
 
 
