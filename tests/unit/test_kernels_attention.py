@@ -15,6 +15,8 @@ from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
 
 __all__ = ["kernels"]
 
+pytestmark = pytest.mark.timeout(400)  # the first use compiles
+
 POOLS = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = [(1, 1), (1, 300), (40, 40), (5, 129), (1, 1100), (17, 33), (200, 260)]
 

@@ -14,6 +14,8 @@ from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
 
 __all__ = ["kernels"]
 
+pytestmark = pytest.mark.timeout(400)  # the first use compiles
+
 KINDS: tuple[LinearKind, ...] = ("fp32", "bf16", "int8")
 TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3, "int8": 2e-2}
 

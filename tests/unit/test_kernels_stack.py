@@ -24,6 +24,8 @@ from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
 
 __all__ = ["kernels"]
 
+pytestmark = pytest.mark.timeout(400)  # the first use compiles
+
 SIZES = {
     "hidden_size": 96,
     "intermediate_size": 200,
