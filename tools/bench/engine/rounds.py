@@ -1,6 +1,7 @@
 """Engines in turns: all loaded, one running, every shape round after round."""
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -42,7 +43,10 @@ class Race:
         self._turns: dict[tuple[str, Shape], list[list[float]]] = {}
 
     def run(self, entries: Sequence[Entry]) -> tuple[list[EngineFacts], list[Cell]]:
-        """Load all, let them take turns, and return facts and figures in order of ``entries``."""
+        """Load all, let them take turns, and return facts and figures in order of ``entries``.
+
+        Logs of the engines stay only where one of them failed.
+        """
         logs = Path(tempfile.mkdtemp(prefix="diptych-bench-"))
         total = len(entries) * (1 + len(self._plan.shapes) * self._plan.rounds)
         with contextlib.ExitStack() as stack, _bar(self._console) as progress:
@@ -56,6 +60,8 @@ class Race:
                 done(f"loaded {entry.launch.name}")
             self._measure(entries, done)
             self._finish(entries)
+        if not any(facts.problem for facts in self._facts.values()):
+            shutil.rmtree(logs)
         cells = [cell(name, shape, turns) for (name, shape), turns in self._turns.items()]
         return [self._facts[entry.launch.name] for entry in entries], cells
 

@@ -1,7 +1,6 @@
-"""How much quality a precision may cost; one row per precision, justified by measurement.
+"""How much quality a precision may cost; one row per precision.
 
-Measured on SmolLM2-135M-Instruct over the prose that comes with Diptych, see
-``docs/performance.md``.
+The bounds are provisional: ``diptych bench quality`` has not been run over its whole text yet.
 """
 
 from typing import Final
