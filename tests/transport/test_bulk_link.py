@@ -3,7 +3,9 @@
 import asyncio
 import os
 import queue
+import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import zmq
 
 from shared.config import ChunkFault, FaultsSection, Seconds, SecuritySection
+from shared.errors import ResourceMissing
 from shared.ids import Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
@@ -76,6 +79,27 @@ class Ends:
             faults=FaultsSection(chunks=faults) if faults else None,
         )
         return self.server.endpoint
+
+    def serve_lastingly(self) -> str:
+        """Serve on a port that no dialling socket can be given while nobody listens there."""
+        for port in random.sample(range(20_000, 32_000), 50):
+            try:
+                return self.serve(f"tcp://127.0.0.1:{port}")
+            except ResourceMissing:
+                continue
+        raise AssertionError("no port is free")
+
+    def serve_again(self, endpoint: str) -> None:
+        """Serve where a server of this process was closed: libzmq lets go a moment later."""
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            try:
+                self.serve(endpoint)
+            except ResourceMissing:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            else:
+                return
 
     def open(self, endpoint: str, arena: ArenaDescriptor | None = None) -> Opened[SourceKey]:
         arena_id = (arena or self.source.descriptor()).arena_id
@@ -205,7 +229,7 @@ def test_a_window_of_one_and_many_jobs_at_once(context: Context) -> None:
 
 def test_the_peer_may_restart_at_the_same_address(ends: Ends) -> None:
     """Guards KV of the next life read with the handles of the former one (3, 14, 75)."""
-    endpoint = ends.serve()
+    endpoint = ends.serve_lastingly()
     assert ends.open(endpoint).error is None
     assert isinstance(ends.fetch(), Fetched)
     assert ends.server is not None
@@ -213,7 +237,7 @@ def test_the_peer_may_restart_at_the_same_address(ends: Ends) -> None:
     ends.start()
     former, ends.source = ends.source, KvArena.create(LAYOUT, BLOCKS)
     fill(ends.source, 3)
-    ends.serve(endpoint)
+    ends.serve_again(endpoint)
     outcome = ends.outcomes.get(timeout=DEADLINE)
     assert isinstance(outcome, Failed) and "restarted" in outcome.error.message
     ends.reader.drop(SOURCE)
@@ -226,12 +250,12 @@ def test_the_peer_may_restart_at_the_same_address(ends: Ends) -> None:
 
 def test_a_link_that_was_cut_is_dialled_again(ends: Ends) -> None:
     """Guards an agent that is never re-created after a disconnect (14, 15)."""
-    endpoint = ends.serve()
+    endpoint = ends.serve_lastingly()
     assert ends.open(endpoint).error is None
     assert ends.server is not None
     ends.server.close()
     ends.start()
-    ends.serve(endpoint)
+    ends.serve_again(endpoint)
     outcome = ends.outcomes.get(timeout=DEADLINE)
     assert isinstance(outcome, Fetched) and ends.equal()
 

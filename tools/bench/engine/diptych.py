@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import save_file
 
 from shared.engine.batch import OpenSequence, SequenceInput, StepInput, StepResult
 from shared.engine.engine import Engine
@@ -98,7 +99,7 @@ class Measured:
     def score(self, windows: list[list[int]], chunk: int, out: str) -> int:
         """Read equally long windows ``chunk`` tokens at a time, all of them in one batch.
 
-        Writes to ``out`` (npz), window by window: ``logprobs`` of the text's own next tokens
+        Writes to ``out`` (safetensors), window by window: ``logprobs`` of the text's own tokens
         [positions], and ``tokens`` and ``best`` [positions, best], the likeliest ones and
         their log probabilities. ``chunk`` 1 runs what decode runs. Returns the positions.
         """
@@ -127,7 +128,9 @@ class Measured:
         rows = [entry for window in entries for entry in window]
         best = np.array([row.top for row in rows], dtype=np.float64)
         logprobs = np.array([row.logprob for row in rows])
-        np.savez(out, logprobs=logprobs, tokens=best[:, :, 0].astype(np.int64), best=best[:, :, 1])
+        tokens = best[:, :, 0].astype(np.int64)
+        scores = np.ascontiguousarray(best[:, :, 1])
+        save_file({"logprobs": logprobs, "tokens": tokens, "best": scores}, out)
         return len(rows)
 
     def _read(self, key: int, prompt: Sequence[int], table: tuple[int, ...]) -> None:

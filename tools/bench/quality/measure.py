@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 from rich.console import Console
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from shared.config import Precision
@@ -126,7 +127,7 @@ def _measure(
         prompts = [engine.ask("prefill", _TIMEOUT, tokens=len(windows[0])) for _ in range(3)]
         scores = []
         for chunk in (len(windows[0]), 1):
-            out = folder / f"{precision}-{chunk}.npz"
+            out = folder / f"{precision}-{chunk}.safetensors"
             engine.ask("score", _TIMEOUT, windows=windows, chunk=chunk, out=str(out))
             scores.append(load_scores(out))
     reference = reference or scores[0]
@@ -144,9 +145,8 @@ def _measure(
 
 def load_scores(file: Path) -> Scores:
     """Read what the engine's process wrote."""
-    with np.load(file, allow_pickle=False) as arrays:
-        best = BestTokens(arrays["tokens"], arrays["best"])
-        return Scores(arrays["logprobs"], best)
+    arrays = load_file(file)
+    return Scores(arrays["logprobs"], BestTokens(arrays["tokens"], arrays["best"]))
 
 
 def loss(reference: Scores, scores: Scores) -> Loss:
