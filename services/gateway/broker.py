@@ -1,6 +1,7 @@
 """Runs the state machine: every request of every front end goes through here."""
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from typing import Protocol
 
@@ -76,9 +77,11 @@ class Broker:
         self._changed = asyncio.Event()
 
     def new_id(self) -> RequestId:
-        """Return an id no other request of the system has."""
-        self._last_id += 1
-        return RequestId(f"{self._prefix}-{self._last_id:x}")
+        """Return an id no other request of the system has.
+
+        Clients see it, so it does not count: a tenant would read off how busy the others are.
+        """
+        return RequestId(f"{self._prefix}-{secrets.token_hex(8)}")
 
     def require_room(self, count: int) -> None:
         """Raise ``RequestFailed`` if ``count`` more requests cannot be taken now."""

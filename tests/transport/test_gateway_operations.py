@@ -105,6 +105,18 @@ def test_drain_finishes_what_is_open_and_refuses_new(run_async: RunAsync) -> Non
     run_async(main())
 
 
+def test_ids_do_not_tell_how_busy_other_tenants_are(run_async: RunAsync) -> None:
+    """They counted all requests of the gateway, one by one."""
+
+    async def main() -> None:
+        async with rig() as r:
+            answers = [await r.complete(max_tokens=2) for _ in range(3)]
+            first, second, third = (int(a["id"].rsplit("-")[-1], 16) for a in answers)
+            assert second - first != third - second
+
+    run_async(main())
+
+
 def test_keys_are_tenants(run_async: RunAsync) -> None:
     async def main() -> None:
         async with rig(api_keys={"k1": "red", "k2": "blue"}) as r:
