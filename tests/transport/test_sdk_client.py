@@ -196,11 +196,16 @@ def test_keyboard_interrupt_cancels(
         gateway.accept()
         os.kill(os.getpid(), signal.SIGINT)
 
-    with ThreadPoolExecutor(1) as pool:
-        script = pool.submit(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            list(client.stream("hi")) if streaming else client.generate("hi")
-        script.result(WAIT)
+    # A test run started in the background inherits an ignored SIGINT.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            script = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                list(client.stream("hi")) if streaming else client.generate("hi")
+            script.result(WAIT)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     gateway.expect(Cancel)
 
 
