@@ -1,22 +1,21 @@
 """From what the deployment file names to a safetensors directory on this machine."""
 
-import fcntl
 import hashlib
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
 from shared.engine.weights import check_weights
 from shared.engine.weights import model_id as model_id
 from shared.errors import NotFound, ResourceMissing, UnsupportedModel
+from shared.file_lock import LockTimeout, file_lock
 from shared.known_models import KNOWN_MODELS, KnownModel, cache_dir, known_model_file
 
 _LOCK_TIMEOUT: Final = 1800.0
-_LOCK_POLL: Final = 0.2
 _GGUF_MAGIC: Final = b"GGUF"
 
 
@@ -130,23 +129,16 @@ def _convert_into(file: Path, target: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, file: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel drops with its process."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT
-    told = False
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ResourceMissing(
-                        f"another process has been converting {file} for {_LOCK_TIMEOUT:.0f} s"
-                    ) from None
-                if not told:
-                    _say(f"waiting for another process that converts {file.name}")
-                    told = True
-                time.sleep(_LOCK_POLL)
+    def tell() -> None:
+        _say(f"waiting for another process that converts {file.name}")
+
+    with ExitStack() as held:
+        try:
+            held.enter_context(file_lock(path, _LOCK_TIMEOUT, tell))
+        except LockTimeout:
+            raise ResourceMissing(
+                f"another process has been converting {file} for {_LOCK_TIMEOUT:.0f} s"
+            ) from None
         yield
 
 

@@ -7,22 +7,21 @@ change of any of these builds anew, and processes of one machine share one build
 holds no compiler; such a library serves as long as sources, flags and torch are the same.
 """
 
-import fcntl
 import hashlib
 import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import torch
 from msgspec import Struct
 
+from shared.file_lock import LockTimeout, file_lock
 from shared.known_models import cache_dir
 
 SOURCE_DIR: Final = Path(__file__).resolve().parents[2] / "kernels"
@@ -31,7 +30,6 @@ SHIPPED_DIR: Final = SOURCE_DIR / "built"
 _COMPILERS: Final = ("g++", "c++", "clang++")
 _COMPILE_TIMEOUT: Final = 600.0
 _LOCK_TIMEOUT: Final = 900.0
-_LOCK_POLL: Final = 0.2
 _LIBRARY: Final = "diptych_kernels.so"
 _FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fno-strict-aliasing", "-Wno-psabi")
 _AVX512: Final = (
@@ -96,9 +94,13 @@ def build() -> Path:
         return library
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target.with_name(f"{target.name}.lock")):
+        with file_lock(target.with_name(f"{target.name}.lock"), _LOCK_TIMEOUT):
             if not library.is_file():
                 _build_into(target, compiler)
+    except LockTimeout as error:
+        raise KernelsUnavailable(
+            f"another process has been compiling kernels for {_LOCK_TIMEOUT:.0f} s"
+        ) from error
     except OSError as error:
         raise KernelsUnavailable(f"cannot build kernels in {target.parent}: {error}") from error
     return library
@@ -200,24 +202,6 @@ def _run(command: Sequence[str]) -> str:
         reason = lines[0] if lines else f"exit code {done.returncode}"
         raise KernelsUnavailable(f"{Path(command[0]).name} failed: {reason}")
     return done.stdout
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel drops with its process."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise KernelsUnavailable(
-                        f"another process has been compiling kernels for {_LOCK_TIMEOUT:.0f} s"
-                    ) from None
-                time.sleep(_LOCK_POLL)
-        yield
 
 
 def _say(line: str) -> None:
