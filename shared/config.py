@@ -13,12 +13,13 @@ import msgspec.inspect
 from msgspec import Meta, Struct
 
 from shared.errors import BadConfig
+from shared.kv.layout import KvDtype
 from shared.yaml_file import read_mapping
 
 Seconds = NewType("Seconds", float)
 ByteSize = NewType("ByteSize", int)
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "int8"]
 DeploymentType = Literal["colocated", "split"]
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -34,11 +35,16 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One role. ``threads``/``cores`` default to an even share of the machine's cores."""
+    """One role. ``threads``/``cores`` default to an even share of the machine's cores.
+
+    ``precision`` is that of the weights; ``kv_dtype`` that of keys and values: the same, or bf16
+    under int8 weights, unless named.
+    """
 
     count: NonNegative = 1
     device: Literal["cpu"] = "cpu"
     precision: Precision = "bf16"
+    kv_dtype: KvDtype | None = None
     threads: Positive | None = None
     cores: tuple[tuple[int, ...], ...] | None = None
     kv_memory: ByteSize = ByteSize(512 << 20)
@@ -174,6 +180,13 @@ class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def kv_dtype_for(precision: Precision, asked: KvDtype | None) -> KvDtype:
+    """Return the dtype of keys and values: the one asked for, or what suits the weights."""
+    if asked is not None:
+        return asked
+    return "bf16" if precision == "int8" else precision
 
 
 def parse_size(text: object) -> ByteSize:
@@ -342,12 +355,13 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
 def _check_roles(deployment: Deployment, source: str) -> None:
     split = deployment.deployment_type == "split"
     prefill, decode = deployment.workers.prefill, deployment.workers.decode
-    if split and prefill and decode and prefill.precision != decode.precision:
-        raise BadConfig(
-            f"{source}: `workers.prefill.precision` is {prefill.precision} and "
-            f"`workers.decode.precision` is {decode.precision}: they must be the same, "
-            "since decode reads prefill's KV"
-        )
+    if split and prefill and decode:
+        theirs, ours = (kv_dtype_for(w.precision, w.kv_dtype) for w in (prefill, decode))
+        if theirs != ours:
+            raise BadConfig(
+                f"{source}: keys and values are {theirs} in `workers.prefill` and {ours} in "
+                "`workers.decode`: give both the same `kv_dtype`, since decode reads prefill's KV"
+            )
     for role in ("prefill", "decode", "mixed"):
         section: WorkerSection | None = getattr(deployment.workers, role)
         if (role == "mixed") is not split and (section is None or section.count < 1):

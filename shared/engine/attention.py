@@ -1,4 +1,4 @@
-"""Paged attention behind transformers' attention interface, in plain torch.
+"""Paged attention behind transformers' attention interface.
 
 The registered function receives packed ``[1, heads, rows, dim]`` queries, keys and values with
 positions already applied, writes K and V into the pool and attends over the block tables. No
@@ -8,48 +8,31 @@ mask is registered under its name, so models hand over none and causality is dec
 from typing import Final, Protocol, cast
 
 import torch
-from torch.nn import functional
 from transformers import AttentionInterface
 
-from shared.engine.step import AttentionPlan, OnLayer, PackedStep
+from shared.engine.step import OnLayer, PackedStep
 from shared.errors import UnsupportedModel
+from shared.kernels import ops
 
 ATTENTION_NAME: Final = "diptych_paged"
 
 _IGNORED_ARGUMENTS: Final = frozenset(
     {"dropout", "position_ids", "use_cache", "output_router_logits"}
 )
-_QUERY_ROWS: Final = 128
-"""Rows of scores held at a time where sinks or a soft cap rule out the fused kernel."""
 
 
 class LayerPool:
-    """KV of one layer as flat slots: ``k`` [slots, heads * k_dim], ``v`` [slots, heads * v_dim].
+    """KV pool of one layer: ``k`` [blocks, block_size, heads, k_dim] and ``v`` likewise.
 
-    ``k`` and ``v`` come as [blocks, block_size, heads, dim]. ``writes`` is False for a layer
-    that reads an earlier layer's KV.
+    ``writes`` is False for a layer that reads an earlier layer's KV.
     """
 
-    __slots__ = ("heads", "k", "v", "writes")
+    __slots__ = ("k", "v", "writes")
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, *, writes: bool = True) -> None:
-        self.heads = k.shape[2]
-        self.k = k.view(k.shape[0] * k.shape[1], -1)
-        self.v = v.view(v.shape[0] * v.shape[1], -1)
+        self.k = k
+        self.v = v
         self.writes = writes
-
-    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store ``key``/``value`` [1, heads, rows, dim] in ``slots`` [rows]."""
-        rows = slots.shape[0]
-        self.k.index_copy_(0, slots, key[0].transpose(0, 1).reshape(rows, -1))
-        self.v.index_copy_(0, slots, value[0].transpose(0, 1).reshape(rows, -1))
-
-    def read(self, slots: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of ``slots`` [batch * length] as [batch, heads, length, dim]."""
-        shape = (batch, slots.shape[0] // batch, self.heads, -1)
-        k = self.k.index_select(0, slots).view(shape).transpose(1, 2)
-        v = self.v.index_select(0, slots).view(shape).transpose(1, 2)
-        return k, v
 
 
 class Scores:
@@ -61,11 +44,6 @@ class Scores:
         self.scaling = scaling
         self.softcap = softcap
         self.sinks = sinks
-
-    @property
-    def plain(self) -> bool:
-        """True where torch's fused attention computes the same."""
-        return self.softcap is None and self.sinks is None
 
 
 class Forward(Protocol):
@@ -108,10 +86,24 @@ class PagedForward:
         """Write this layer's KV, announce it, attend. Returns [1, rows, heads, v_dim]."""
         pool = self.pools[layer]
         if pool.writes:
-            pool.write(self.step.slots, key, value)
+            ops.kv_write(_rows(key), _rows(value), pool.k, pool.v, self.step.slots)
         if self.on_layer is not None:
             self.on_layer(layer)
-        return _attend(pool, self.step.plan(window), query, (key, value), scores)
+        return ops.paged_attention(
+            _rows(query),
+            (pool.k, pool.v),
+            self.step.batch,
+            scaling=scores.scaling,
+            window=window,
+            softcap=scores.softcap,
+            sinks=None if scores.sinks is None else scores.sinks.float().contiguous(),
+        )[None]
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """Turn [1, heads, rows, dim] into [rows, heads, dim] whose last axis is adjacent."""
+    rows = heads[0].transpose(0, 1)
+    return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
 def paged_attention(
@@ -160,109 +152,6 @@ def read_arguments(
     assert softcap is None or isinstance(softcap, float)
     assert sinks is None or isinstance(sinks, torch.Tensor)
     return layer, Scores(scaling, softcap, sinks), window
-
-
-def _attend(
-    pool: LayerPool,
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    fresh: tuple[torch.Tensor, torch.Tensor],
-    scores: Scores,
-) -> torch.Tensor:
-    _, heads, rows, dim = query.shape
-    groups = heads // pool.heads
-    out = query.new_empty((rows, heads, pool.v.shape[1] // pool.heads))
-    for group in plan.decodes:
-        n = group.last - group.first
-        k, v = pool.read(group.slots, n)
-        # The query heads of one KV head become the rows of one small matrix.
-        q = query[0, :, group.first : group.last].transpose(0, 1)
-        q = q.reshape(n, pool.heads, groups, dim)
-        attended = _weighted(q, k, v, group.mask, scores)
-        out[group.first : group.last] = attended.reshape(n, heads, -1)
-    for chunk in plan.chunks:
-        span = slice(chunk.first, chunk.last)
-        if chunk.slots is None:
-            k, v = fresh[0][:, :, span], fresh[1][:, :, span]
-        else:
-            k, v = pool.read(chunk.slots, 1)
-        out[span] = _prefill(query[:, :, span], k, v, chunk.mask, scores)
-    return out[None]
-
-
-def _weighted(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: Scores,
-) -> torch.Tensor:
-    """Attend q [n, kv heads, group, dim]; returns [n, kv heads, group, v_dim]."""
-    if scores.plain:
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scores.scaling
-        )
-    sinks = scores.sinks
-    if sinks is not None:
-        sinks = sinks.view(1, q.shape[1], q.shape[2], 1)
-    return torch.matmul(_weights(q, k, mask, scores, sinks), v)
-
-
-def _prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: Scores,
-) -> torch.Tensor:
-    """Attend q [1, heads, rows, dim] over k, v [1, kv heads, length, dim]; [rows, heads, v_dim]."""
-    _, heads, rows, dim = q.shape
-    kv_heads, length = k.shape[1], k.shape[2]
-    if scores.plain:
-        attended = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scores.scaling,
-            enable_gqa=heads != kv_heads,
-        )
-        return attended[0].transpose(0, 1)
-    sinks = scores.sinks
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, -1, 1, 1)
-    if mask is None:
-        mask = torch.full((rows, length), float("-inf"), dtype=q.dtype).triu_(1)
-    out = q.new_empty((rows, heads, v.shape[-1]))
-    grouped = q.reshape(kv_heads, heads // kv_heads, rows, dim)
-    for low in range(0, rows, _QUERY_ROWS):
-        part = grouped[:, :, low : low + _QUERY_ROWS]
-        weights = _weights(part, k[0, :, None], mask[low : low + _QUERY_ROWS], scores, sinks)
-        attended = torch.matmul(weights, v[0, :, None])
-        out[low : low + _QUERY_ROWS] = attended.flatten(0, 1).transpose(0, 1)
-    return out
-
-
-def _weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: Scores,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return softmax weights; a sink takes part in the sum and is dropped from the result."""
-    logits = torch.matmul(q, k.transpose(-1, -2)) * scores.scaling
-    if scores.softcap is not None:
-        logits = torch.tanh(logits / scores.softcap) * scores.softcap
-    if mask is not None:
-        logits = logits + mask
-    logits = logits.float()
-    if sinks is None:
-        return torch.softmax(logits, dim=-1).to(q.dtype)
-    column = sinks.float().expand(*logits.shape[:-1], 1)
-    weights = torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)
-    return weights[..., :-1].to(q.dtype)
 
 
 def register() -> None:

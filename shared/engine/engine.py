@@ -6,26 +6,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shared.config import Precision
-from shared.engine.attention import LayerPool, PagedForward
+from shared.config import Precision, kv_dtype_for
 from shared.engine.batch import Sampled, SequenceInput, StepInput, StepResult
-from shared.engine.checks import inspect_model
-from shared.engine.loading import (
-    TORCH_DTYPES,
-    HfModel,
-    end_token_ids,
-    load_model,
-    resolve_max_model_len,
-)
+from shared.engine.pools import pools
+from shared.engine.prepare import Prepared, Request, prepare
 from shared.engine.prompt_logprobs import PromptRows
-from shared.engine.rope import pin_rope
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.sampler import Failure, Sampler
 from shared.engine.step import IntArray, OnLayer, PackedStep
 from shared.engine.weights import model_id
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.arena import KvArena
-from shared.kv.layout import KvLayout
+from shared.kv.layout import KvDtype, KvLayout
 
 
 class Engine:
@@ -41,25 +33,16 @@ class Engine:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
-    def __init__(
-        self,
-        model: HfModel,
-        layout: KvLayout,
-        model_dir: Path,
-        max_model_len: int,
-        threads: int,
-    ) -> None:
-        self.layout = layout
+    def __init__(self, prepared: Prepared, model_dir: Path, threads: int) -> None:
+        self.layout = prepared.layout
         self.model_id = model_id(model_dir)
-        self.max_model_len = max_model_len
-        self.eos_token_ids = end_token_ids(model)
-        self._model = model
-        self._dtype = TORCH_DTYPES[layout.dtype]
-        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
-        self.vocab_size = _logits_width(model)
+        self.vocab_size = prepared.vocab_size
+        self.max_model_len = prepared.max_model_len
+        self.eos_token_ids = prepared.eos_token_ids
+        self._runner = prepared.runner
+        self._embeddings = prepared.embeddings
         grammars = GrammarCompiler(model_dir, self.vocab_size, self.eos_token_ids, threads)
         self._sampler = Sampler(self.vocab_size, grammars)
-        self._pools: list[LayerPool] = []
         self._num_blocks = 0
 
     @classmethod
@@ -68,13 +51,15 @@ class Engine:
         model_dir: Path,
         *,
         precision: Precision,
+        kv_dtype: KvDtype | None = None,
         block_size: int,
         max_model_len: int | None,
         threads: int,
     ) -> "Engine":
         """Load a safetensors directory (see ``resolve_model``) and run all load-time checks.
 
-        ``threads`` sets torch's thread count for the process.
+        ``kv_dtype`` None takes what suits ``precision``; ``threads`` sets torch's thread count
+        for the process.
 
         Raises:
             ResourceMissing: files are missing or truncated, or memory is too small.
@@ -82,12 +67,9 @@ class Engine:
             BadConfig: ``max_model_len`` is more than the model has positions.
         """
         torch.set_num_threads(threads)
-        model = load_model(model_dir, precision)
-        limit = resolve_max_model_len(model, max_model_len)
-        with torch.inference_mode():
-            pin_rope(model, limit)
-        layout = inspect_model(model, precision, block_size)
-        return cls(model, layout, model_dir, limit, threads)
+        dtype = kv_dtype_for(precision, kv_dtype)
+        request = Request(model_dir, precision, dtype, block_size, max_model_len)
+        return cls(prepare(request), model_dir, threads)
 
     def attach(self, arena: KvArena) -> None:
         """Use ``arena`` as the KV pool; its layout must be this engine's.
@@ -98,10 +80,13 @@ class Engine:
         if arena.layout != self.layout or arena.read_only:
             raise ValueError("the arena is read-only or of another layout than the engine's")
         layers = range(len(self.layout.layers))
-        self._pools = [
-            LayerPool(arena.k(i), arena.v(i), writes=self.layout.owner(i) == i) for i in layers
-        ]
+        self._runner.attach([arena.k(i) for i in layers], [arena.v(i) for i in layers])
         self._num_blocks = arena.num_blocks
+
+    def detach(self) -> None:
+        """Let go of the arena's memory; a step is an error until another is attached."""
+        self._num_blocks = 0
+        self._runner.attach(*pools(self.layout, 0))
 
     def step(self, batch: StepInput, on_layer: OnLayer | None = None) -> StepResult:
         """Run all sequences of ``batch`` through the model once and sample where asked.
@@ -113,7 +98,7 @@ class Engine:
         Raises:
             ValueError: no arena is attached.
         """
-        if not self._pools:
+        if not self._num_blocks:
             raise ValueError("attach an arena before the first step")
         self._sampler.close(batch.closed)
         failed: list[Failure] = []
@@ -180,23 +165,17 @@ class Engine:
         failed: list[Failure],
         on_layer: OnLayer | None,
     ) -> StepResult:
-        step = PackedStep(sequences, tables, self.layout.block_size, self._dtype)
-        first = {original: int(step.rows[i]) for i, original in enumerate(step.order)}
+        step = PackedStep(sequences, tables, self.layout.block_size)
+        first = step.rows.tolist()
         asked = [i for i, s in enumerate(sequences) if s.sample]
-        last_rows = [first[i] + len(sequences[i].tokens) - 1 for i in asked]
+        last_rows = [first[i + 1] - 1 for i in asked]
         prompts = [
             rows
             for i, s in enumerate(sequences)
             if (rows := PromptRows.of(s, self._sampler.get(s.key), first[i])) is not None
         ]
         keep = last_rows + [row for prompt in prompts for row in prompt.rows]
-        logits = self._model(
-            input_ids=step.token_ids,
-            position_ids=step.positions,
-            use_cache=False,
-            logits_to_keep=torch.tensor(keep, dtype=torch.int64),
-            paged_forward=PagedForward(step, self._pools, on_layer),
-        ).logits[0]
+        logits = self._runner.logits(step, torch.tensor(keep, dtype=torch.int64), on_layer)
         prompt_logprobs = []
         offset = len(asked)
         for prompt in prompts:
@@ -226,11 +205,3 @@ class Engine:
         )
         failed += broken
         return sampled
-
-
-def _logits_width(model: HfModel) -> int:
-    with torch.inference_mode():
-        head = model.get_output_embeddings()
-    if head is not None:
-        return int(head.weight.shape[0])
-    return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -4,24 +4,18 @@ import warnings
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared.config import Precision
 from shared.engine.attention import ATTENTION_NAME, register
+from shared.engine.dtypes import LOADED_AS
 from shared.engine.weights import check_weights
 from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
 from shared.kv.memory import available_memory
 
 HfModel: TypeAlias = Any
 """A transformers causal language model; the library is not typed."""
-
-TORCH_DTYPES: Final[dict[Precision, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 _RUNTIME_BYTES: Final = 256 << 20
 """Memory beside the weights that the process needs while loading."""
@@ -36,7 +30,7 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
         ResourceMissing: a file is missing or truncated, or memory is too small.
         UnsupportedModel: transformers cannot build the model or refuses our attention.
     """
-    dtype = TORCH_DTYPES[precision]
+    dtype = LOADED_AS[precision]
     parameters = check_weights(model_dir)
     _check_memory(model_dir, parameters * dtype.itemsize)
     register()

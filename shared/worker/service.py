@@ -64,6 +64,7 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
                 await WorkerService(settings, engine, arena, thread).run(stop)
         finally:
             thread.shutdown(wait=True, cancel_futures=True)
+            engine.detach()
             arena.close()
 
 
@@ -73,6 +74,7 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, KvArena]:
     engine = Engine.load(
         model_dir,
         precision=settings.precision,
+        kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         threads=settings.threads,

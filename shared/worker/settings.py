@@ -11,9 +11,11 @@ from shared.config import (
     SecuritySection,
     TransferSection,
     WorkerSection,
+    kv_dtype_for,
 )
 from shared.errors import BadConfig
 from shared.ids import WorkerId
+from shared.kv.layout import KvDtype
 from shared.messages.fleet import Role
 from shared.runtime import (
     advertised,
@@ -32,6 +34,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     role: Role
     model: str
     precision: Precision
+    kv_dtype: KvDtype
     block_size: int
     max_model_len: int | None
     kv_memory: int
@@ -84,6 +87,7 @@ def worker_settings(
         role=role,
         model=deployment.model.path,
         precision=section.precision,
+        kv_dtype=kv_dtype_for(section.precision, section.kv_dtype),
         block_size=deployment.model.block_size,
         max_model_len=deployment.model.max_model_len,
         kv_memory=section.kv_memory,

@@ -56,7 +56,7 @@ def engine(directory: Path) -> Iterator[Engine]:
     arena = KvArena.create(engine.layout, 128)
     engine.attach(arena)
     yield engine
-    engine._pools = []
+    engine.detach()
     arena.close()
 
 

@@ -222,7 +222,7 @@ class Driver:
 
     def finish(self) -> None:
         """Give the arena back."""
-        self.engine._pools = []
+        self.engine.detach()
         self.arena.close()
 
 

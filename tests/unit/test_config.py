@@ -135,12 +135,12 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             ["`workers.decode`", "count >= 1"],
         ),
         (
-            "name: a\ndeployment_type: colocated\nworkers: {mixed: {precision: int8}}\n",
-            ["`$.workers.mixed.precision`", "bf16, fp16, fp32"],
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {precision: int7}}\n",
+            ["`$.workers.mixed.precision`", "bf16, fp16, fp32, int8"],
         ),
         (
             "name: a\ndeployment_type: split\nworkers: {prefill: {precision: fp32}, decode: {}}\n",
-            ["`workers.prefill.precision` is fp32", "`workers.decode.precision` is bf16"],
+            ["fp32 in `workers.prefill`", "bf16 in `workers.decode`", "`kv_dtype`"],
         ),
         (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {count: 2, cores: [[0]]}}\n",

@@ -9,10 +9,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from shared.engine import checks
+from shared.engine.attention import PagedForward
 from shared.engine.checks import inspect_model
 from shared.engine.engine import Engine
 from shared.engine.loading import load_model
+from shared.engine.rope import pin_rope
 from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
@@ -139,15 +140,15 @@ def test_packed_result_unlike_the_models_own_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The net under all other checks: scores that the hook computes differently."""
-    model = loaded(tmp_path, "llama")
-    read = checks.PagedForward.run
+    directory = save_model(tmp_path, CONFIGS["gemma2"]())
+    read = PagedForward.run
 
     def other_scale(self: Any, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
         return read(self, layer, query * 3, *rest)
 
-    monkeypatch.setattr(checks.PagedForward, "run", other_scale)
+    monkeypatch.setattr(PagedForward, "run", other_scale)
     with pytest.raises(UnsupportedModel, match="differ from the model's own"):
-        inspect_model(model, "fp32", 4)
+        load_engine(directory)
 
 
 def test_layout_comes_from_the_tensors(tmp_path: Path) -> None:
@@ -199,7 +200,8 @@ def test_frequencies_do_not_depend_on_the_batch(tmp_path: Path, kind: str) -> No
     config = CONFIGS["llama"]()
     config.rope_parameters = rope
     directory = save_model(tmp_path, config)
-    model = load_engine(directory)._model
+    model = load_model(directory, "fp32")
+    pin_rope(model, POSITIONS)
     rotary = model.model.rotary_emb
     before = rotary.inv_freq.clone()
     for last in (3, POSITIONS - 1, 5):

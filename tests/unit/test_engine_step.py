@@ -8,6 +8,7 @@ import torch
 
 from shared.engine.batch import OpenSequence, SequenceInput, StepInput
 from shared.engine.engine import Engine
+from shared.engine.hf_runner import HfRunner
 from shared.messages.request import Grammar, Sampling
 from tests.unit.engine_models import (
     BLOCK,
@@ -196,7 +197,9 @@ def test_no_autograd_state_is_kept(driver: Driver) -> None:
     driver.open(0, prompt(1, 5), greedy())
     driver.prefill(0)
     assert torch.is_grad_enabled()
-    assert not any(p.requires_grad for p in driver.engine._model.parameters())
+    runner = driver.engine._runner
+    own = runner._model.parameters() if isinstance(runner, HfRunner) else [runner._embedding]
+    assert not any(p.requires_grad for p in own)
     assert not driver.arena.k(0).requires_grad
 
 

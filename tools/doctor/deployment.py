@@ -17,7 +17,7 @@ from shared.transport.ipc_file import check_path
 from shared.transport.security import security_for
 from tools.doctor.finding import Finding, attempt
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 _WORKER_BASE = 512 << 20
 """Bytes of a worker without weights and KV: Python, torch, activations."""
 

@@ -1,0 +1,26 @@
+"""Names of number formats in torch's terms."""
+
+from typing import Final
+
+import torch
+
+from shared.config import Precision
+from shared.kernels.types import LinearKind
+from shared.kv.layout import KvDtype
+
+TORCH_DTYPES: Final[dict[KvDtype, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+LOADED_AS: Final[dict[Precision, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.bfloat16,
+}
+"""What weights are read as; int8 ones are quantised from there."""
+
+KINDS: Final[dict[Precision, LinearKind]] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
+"""Precisions in which our own linear layers compute."""

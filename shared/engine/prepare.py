@@ -1,0 +1,97 @@
+"""From a model directory to a checked runner: our own layers, or else transformers'."""
+
+import logging
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+
+from shared.config import Precision
+from shared.engine.checks import inspect_model
+from shared.engine.comparison import difference, own_logits, require_equal, tolerated
+from shared.engine.dtypes import KINDS
+from shared.engine.fused_runner import FusedRunner
+from shared.engine.hf_runner import HfRunner
+from shared.engine.loading import HfModel, end_token_ids, load_model, resolve_max_model_len
+from shared.engine.quantised import quantise_linears
+from shared.engine.rope import pin_rope
+from shared.engine.runner import ModelRunner
+from shared.kernels.llama import LlamaStack
+from shared.kv.layout import KvDtype, KvLayout
+
+log = logging.getLogger(__name__)
+
+
+class Request(Struct, frozen=True):
+    """How a model is to be loaded."""
+
+    model_dir: Path
+    precision: Precision
+    kv_dtype: KvDtype
+    block_size: int
+    max_model_len: int | None
+
+
+class Prepared(Struct, frozen=True):
+    """A checked model. ``vocab_size`` is the logits' width, ``embeddings`` the known token ids."""
+
+    runner: ModelRunner
+    layout: KvLayout
+    vocab_size: int
+    embeddings: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def prepare(request: Request) -> Prepared:
+    """Load a safetensors directory and run every check.
+
+    Raises:
+        ResourceMissing: files are missing or truncated, or memory is too small.
+        UnsupportedModel: a check failed; the sentence says which.
+        BadConfig: ``max_model_len`` is more than the model has positions.
+    """
+    model = load_model(request.model_dir, request.precision)
+    limit = resolve_max_model_len(model, request.max_model_len)
+    with torch.inference_mode():
+        pin_rope(model, limit)
+        layout = inspect_model(model, request.kv_dtype, request.block_size)
+        return Prepared(
+            runner=_runner(model, layout, request.precision),
+            layout=layout,
+            vocab_size=_logits_width(model),
+            embeddings=int(model.get_input_embeddings().weight.shape[0]),
+            max_model_len=limit,
+            eos_token_ids=end_token_ids(model),
+        )
+
+
+def _runner(model: HfModel, layout: KvLayout, precision: Precision) -> ModelRunner:
+    name = type(model).__name__
+    embedding = model.get_input_embeddings().weight
+    expected = own_logits(model)
+    kind = KINDS.get(precision)
+    stack = None if kind is None else LlamaStack.of_model(model, kind)
+    if stack is not None:
+        fused = FusedRunner(stack, embedding)
+        error = difference(fused, layout, expected, embedding.shape[0])
+        if tolerated(error, precision):
+            return fused
+        log.warning(
+            "%s: our fused layers compute something else (relative error %.3g), transformers' "
+            "slower ones run instead",
+            name,
+            error,
+        )
+    if precision == "int8":
+        quantise_linears(model)
+    runner = HfRunner(model, layout)
+    require_equal(difference(runner, layout, expected, embedding.shape[0]), precision, name)
+    return runner
+
+
+def _logits_width(model: HfModel) -> int:
+    head = model.get_output_embeddings()
+    if head is not None:
+        return int(head.weight.shape[0])
+    return int(model.config.get_text_config(decoder=True).vocab_size)
