@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
+from shared.messages.fleet import CodecRule
 from shared.yaml_file import read_mapping
 
 Seconds = NewType("Seconds", float)
@@ -66,12 +67,14 @@ class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``path``: ``ipc`` copies out of shared memory, ``host`` sends over sockets, ``auto`` takes
     ``ipc`` where a self-test proves it and ``host`` elsewhere, decided once per pair. On
     ``host`` a reader has ``window`` slots for chunks of ``chunk_size`` bytes, and asks again after
-    ``stall_timeout`` without one.
+    ``stall_timeout`` without one. ``codec`` makes the bytes fewer there, with a loss; ``auto``
+    takes one where the link is so slow that it pays.
     """
 
     path: Literal["auto", "ipc", "host"] = "auto"
     pipeline: bool = True
     notify_layers: Positive = 8
+    codec: CodecRule = "none"
     chunk_size: ByteSize = ByteSize(512 << 10)
     window: Annotated[int, Meta(ge=1, le=1024)] = 32
     stall_timeout: Seconds = Seconds(2.0)
@@ -327,6 +330,11 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
     size, (least, most) = deployment.transfer.chunk_size, _CHUNK_SIZES
     if not least <= size <= most:
         raise BadConfig(f"{source}: `transfer.chunk_size` must be 4KiB to 8MiB, got {size} bytes")
+    if deployment.transfer.path == "ipc" and deployment.transfer.codec not in ("none", "auto"):
+        raise BadConfig(
+            f"{source}: `transfer.codec: {deployment.transfer.codec}` needs `transfer.path` "
+            "host or auto: over shared memory nothing is encoded"
+        )
     for index, fault in enumerate(deployment.faults.chunks if deployment.faults else ()):
         if (fault.chunk is None) is (fault.probability is None):
             raise BadConfig(

@@ -118,6 +118,8 @@ def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
         f"KV {pair.source} to {worker.worker}: {path}, {pair.transfers} hand-overs, "
         f"{pair.failed} failed, {pair.bytes / 1e6:.1f} MB"
     )
+    if pair.codec not in (None, "none"):
+        text += f", {pair.wire_bytes / 1e6:.1f} MB as {pair.codec}"
     if pair.chunks_again:
         text += f", {pair.chunks_again} chunks asked for again"
     return f"[{colour}]{text}[/{colour}]"

@@ -24,6 +24,10 @@ class Fetch(Struct, tag="fetch", frozen=True, kw_only=True):
     [first, end) of chunk numbers. ``credit`` chunks may be sent at once, more after
     ``Credit``. A higher ``attempt`` replaces what is left of an earlier one, the same
     ``attempt`` adds to it.
+
+    With another ``codec`` than ``none`` each chunk is one encoded frame
+    (``shared.kv.codecs.frame``) of K and V of one layer, and covers the first ``tokens``
+    tokens of the blocks only: what follows in the last block is nobody's KV.
     """
 
     job: int
@@ -36,6 +40,8 @@ class Fetch(Struct, tag="fetch", frozen=True, kw_only=True):
     chunk_bytes: int
     need: tuple[tuple[int, int], ...]
     credit: int
+    codec: str = "none"
+    tokens: int = 0
 
 
 class Credit(Struct, tag="credit", frozen=True, kw_only=True):
@@ -56,7 +62,9 @@ FromReader = Probe | Fetch | Credit | CancelFetch
 
 
 class Chunk(Struct, tag="chunk", frozen=True, kw_only=True, gc=False):
-    """Chunk number ``index``. ``checksum``: XXH3-64 of the payload.
+    """Chunk number ``index``. ``checksum``: XXH3-64 of the payload as it travels.
+
+    ``spent``: seconds it took to encode it.
 
     The sender compared generations after it computed the checksum, so a payload that fits
     the checksum is what was announced, whatever happened to the blocks since.
@@ -67,6 +75,7 @@ class Chunk(Struct, tag="chunk", frozen=True, kw_only=True, gc=False):
     index: int
     size: int
     checksum: int
+    spent: float = 0.0
 
 
 class ProbeEcho(Struct, tag="echo", frozen=True, kw_only=True):

@@ -12,6 +12,13 @@ PathRule = Literal["auto", "ipc", "host"]
 KvPath = Literal["ipc", "host"]
 PathReason = Literal["configured", "self_test", "other_host", "cannot_map"]
 """Why a pair uses its path. ``cannot_map`` is a fallback: one host, but the self-test failed."""
+CodecRule = Literal["none", "int8", "k8v4", "k4v4", "cachegen", "sparse", "auto"]
+CodecReason = Literal["configured", "planned", "declined", "unknown", "shared_memory"]
+"""Why a pair's KV is encoded as it is. ``planned``: chosen anew for each job by measured rates.
+
+Fallbacks to ``none``: ``declined``, one side is configured so; ``unknown``, one side does not
+know the codec; ``shared_memory``, nothing travels.
+"""
 
 
 class WorkerCounters(Struct, frozen=True, kw_only=True):
@@ -41,7 +48,9 @@ class PairStatus(Struct, frozen=True, kw_only=True):
 
     ``path`` is None while no self-test has passed. ``seconds`` are those of copy jobs added
     up (they overlap), ``visible_seconds`` those between the end of the prefills and the
-    arrival of their KV. ``chunks_again`` had to be asked for more than once.
+    arrival of their KV. ``chunks_again`` had to be asked for more than once. ``bytes`` are
+    those put into the pool, ``wire_bytes`` those that came over a socket, in their newest
+    ``codec``.
     """
 
     source: WorkerId
@@ -53,6 +62,9 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     visible_seconds: float = 0.0
     chunks_again: int = 0
+    codec: str | None = None
+    codec_reason: CodecReason | None = None
+    wire_bytes: int = 0
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

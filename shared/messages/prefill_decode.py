@@ -4,19 +4,25 @@ from msgspec import Struct
 
 from shared.errors import ErrorPayload
 from shared.ids import HostId, Incarnation, TransferId, WorkerId
-from shared.messages.fleet import PathRule
+from shared.messages.fleet import CodecReason, PathRule
 from shared.messages.hello import Compatibility
 from shared.messages.request import TokenLogprob
 
 
 class PeerHello(Struct, tag="hello", frozen=True, kw_only=True):
-    """First message of a decode worker, compared before anything else."""
+    """First message of a decode worker, compared before anything else.
+
+    ``codec`` is its configuration's, ``codecs`` are those it can decode. Names of a later
+    version are no error: they are strings here.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     host: HostId
     compatibility: Compatibility
     path: PathRule = "auto"
+    codec: str = "none"
+    codecs: tuple[str, ...] = ()
 
 
 class OpenTransfer(Struct, tag="open", frozen=True, kw_only=True):
@@ -60,7 +66,8 @@ class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
     """The peer fits; here is the arena, and where its bytes can be had without mapping it.
 
     ``path`` is what both sides' configurations agree on; the reader picks by it, by ``host``
-    and by its self-test. ``bulk`` None: no ``host`` path here.
+    and by its self-test. ``bulk`` None: no ``host`` path here. ``codec`` is what both sides
+    know and allow on that path.
     """
 
     worker: WorkerId
@@ -69,6 +76,8 @@ class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
     host: HostId = HostId("")
     bulk: str | None = None
     path: PathRule = "auto"
+    codec: str = "none"
+    codec_reason: CodecReason = "unknown"
 
 
 class PeerRefused(Struct, tag="refused", frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from shared.messages.fleet import PathRule
 from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
 from shared.messages.router_worker import FromWorker
 from shared.worker.events import SourceKey
+from shared.worker.paths import CodecTerms
 
 
 class RunStep(Struct, frozen=True):
@@ -59,6 +60,7 @@ class MapArena(Struct, frozen=True):
     host: HostId = HostId("")
     bulk: str | None = None
     path: PathRule = "auto"
+    terms: CodecTerms = CodecTerms("none", "unknown")
 
 
 class CloseSource(Struct, frozen=True):
@@ -71,7 +73,7 @@ class Copy(Struct, frozen=True, kw_only=True):
     """Copy blocks of layers [``first_layer``, ``end_layer``), then compare generations.
 
     Answered by ``Copied`` or ``CopyFailed``, always, and ``target_blocks`` are not touched
-    after the answer.
+    after the answer. Only the first ``tokens`` tokens of the blocks are wanted; 0: all.
     """
 
     job: int
@@ -81,6 +83,7 @@ class Copy(Struct, frozen=True, kw_only=True):
     source_blocks: tuple[int, ...]
     generations: tuple[int, ...]
     target_blocks: tuple[BlockId, ...]
+    tokens: int = 0
 
 
 class Exit(Struct, frozen=True):

@@ -5,7 +5,7 @@ from msgspec import Struct
 from shared.engine.batch import StepResult
 from shared.errors import ErrorPayload
 from shared.ids import Incarnation, WorkerId
-from shared.messages.fleet import KvPath, PathReason
+from shared.messages.fleet import CodecReason, KvPath, PathReason
 from shared.messages.prefill_decode import FromDecode, ToDecode
 from shared.messages.router_worker import ToWorker
 
@@ -56,6 +56,7 @@ class PathChosen(Struct, frozen=True):
     source: SourceKey
     path: KvPath
     reason: PathReason
+    codec_reason: CodecReason = "shared_memory"
 
 
 class LayersWritten(Struct, frozen=True):
@@ -83,13 +84,16 @@ class StepFailed(Struct, frozen=True):
 class Copied(Struct, frozen=True):
     """Copy job ``job`` is done and every byte of it verified.
 
-    ``again`` chunks had to be asked for more than once.
+    ``again`` chunks had to be asked for more than once. ``wire_bytes`` came over a socket,
+    encoded by ``codec``.
     """
 
     job: int
     bytes: int
     seconds: float
     again: int = 0
+    wire_bytes: int = 0
+    codec: str = "none"
 
 
 class CopyFailed(Struct, frozen=True):

@@ -148,7 +148,7 @@ class HandoverSink:
         self._tally.transfer_bytes += event.bytes
         self._tally.transfer_seconds += event.seconds
         self._tally.chunks_again += event.again
-        self.pairs.copied(pull.source.worker, event.bytes, event.seconds, event.again)
+        self.pairs.copied(pull.source.worker, event)
         if live:
             pull.progress = now
             self._advance(pull)
@@ -156,7 +156,7 @@ class HandoverSink:
     def path_chosen(self, event: PathChosen) -> None:
         """Note by which path a source's KV comes."""
         if event.source in self._sources:
-            self.pairs.chosen(event.source.worker, event.path, event.reason)
+            self.pairs.chosen(event)
 
     def source_lost(self, key: SourceKey, error: ErrorPayload) -> None:
         """The source is gone and with it everything not copied yet."""
@@ -257,6 +257,7 @@ class HandoverSink:
                     source_blocks=pull.table.blocks[blocks],
                     generations=pull.table.generations[blocks],
                     target_blocks=tuple(pull.sequence.blocks[blocks]),
+                    tokens=pull.tokens_of(span),
                 )
             )
         if pull.arrived:

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from shared.ids import HostId, Incarnation, WorkerId
-from shared.messages.fleet import PathRule, Role, WorkerCounters
+from shared.messages.fleet import CodecRule, PathRule, Role, WorkerCounters
 from shared.messages.hello import Compatibility
 from shared.messages.prefill_decode import ArenaDescriptor
 
@@ -20,6 +20,7 @@ class WorkerIdentity(Struct, frozen=True, kw_only=True):
     compatibility: Compatibility
     arena: ArenaDescriptor
     path: PathRule = "auto"
+    codec: CodecRule = "none"
     bulk_endpoint: str | None = None
 
 

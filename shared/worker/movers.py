@@ -26,7 +26,7 @@ from shared.transport.security import security_for
 from shared.worker.copier import Copier
 from shared.worker.effects import Copy, MapArena
 from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
-from shared.worker.paths import Choice, choose
+from shared.worker.paths import Choice, CodecTerms, choose
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ class Movers:
                 source_blocks=job.source_blocks,
                 generations=job.generations,
                 target_blocks=job.target_blocks,
+                tokens=job.tokens,
             )
         )
 
@@ -150,6 +151,7 @@ class Movers:
             arena=route.effect.arena.arena_id,
             identity=self._identity,
             security=security,
+            codec=route.effect.terms.codec,
         )
         self._reader.open(source, peer)
 
@@ -158,8 +160,12 @@ class Movers:
         if route is None:
             return
         route.path = path
-        log.info("KV of %s comes by %s (%s)", source.worker, path, reason)
-        self._post(PathChosen(source, path, reason))
+        terms = route.effect.terms if path == "host" else CodecTerms("none", "shared_memory")
+        log.info(
+            "KV of %s comes by %s (%s), codec %s (%s)",
+            *(source.worker, path, reason, terms.codec, terms.reason),
+        )
+        self._post(PathChosen(source, path, reason, terms.reason))
         for job in route.waiting:
             self._move(path, job)
         route.waiting.clear()
@@ -185,7 +191,16 @@ class Movers:
     def _from_reader(self, outcome: Outcome[SourceKey]) -> None:
         match outcome:
             case Fetched():
-                self._post(Copied(outcome.job, outcome.bytes, outcome.seconds, outcome.again))
+                self._post(
+                    Copied(
+                        outcome.job,
+                        outcome.bytes,
+                        outcome.seconds,
+                        outcome.again,
+                        outcome.wire,
+                        outcome.codec,
+                    )
+                )
             case Failed():
                 self._post(CopyFailed(outcome.job, outcome.error, outcome.reused))
             case Opened():

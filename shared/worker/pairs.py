@@ -3,7 +3,8 @@
 from msgspec import Struct
 
 from shared.ids import WorkerId
-from shared.messages.fleet import KvPath, PairStatus, PathReason
+from shared.messages.fleet import CodecReason, KvPath, PairStatus, PathReason
+from shared.worker.events import Copied, PathChosen
 
 _MAX_PAIRS = 256
 
@@ -11,12 +12,15 @@ _MAX_PAIRS = 256
 class _Pair(Struct):
     path: KvPath | None = None
     reason: PathReason | None = None
+    codec: str | None = None
+    codec_reason: CodecReason | None = None
     transfers: int = 0
     failed: int = 0
     bytes: int = 0
     seconds: float = 0.0
     visible_seconds: float = 0.0
     chunks_again: int = 0
+    wire_bytes: int = 0
 
 
 class Pairs:
@@ -25,17 +29,20 @@ class Pairs:
     def __init__(self) -> None:
         self._pairs: dict[WorkerId, _Pair] = {}
 
-    def chosen(self, source: WorkerId, path: KvPath, reason: PathReason) -> None:
+    def chosen(self, event: PathChosen) -> None:
         """The path of a source is known."""
-        pair = self._of(source)
-        pair.path, pair.reason = path, reason
+        pair = self._of(event.source.worker)
+        pair.path, pair.reason = event.path, event.reason
+        pair.codec, pair.codec_reason = None, event.codec_reason
 
-    def copied(self, source: WorkerId, size: int, seconds: float, again: int) -> None:
-        """A copy job brought so many bytes; ``again`` chunks came only on a later attempt."""
+    def copied(self, source: WorkerId, event: Copied) -> None:
+        """A copy job of this source is over."""
         pair = self._of(source)
-        pair.bytes += size
-        pair.seconds += seconds
-        pair.chunks_again += again
+        pair.bytes += event.bytes
+        pair.wire_bytes += event.wire_bytes
+        pair.seconds += event.seconds
+        pair.chunks_again += event.again
+        pair.codec = event.codec
 
     def arrived(self, source: WorkerId, visible: float) -> None:
         """A hand-over is complete, ``visible`` seconds after its prefill was."""
@@ -60,6 +67,9 @@ class Pairs:
                 seconds=pair.seconds,
                 visible_seconds=pair.visible_seconds,
                 chunks_again=pair.chunks_again,
+                codec=pair.codec,
+                codec_reason=pair.codec_reason,
+                wire_bytes=pair.wire_bytes,
             )
             for source, pair in self._pairs.items()
         )

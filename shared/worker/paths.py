@@ -1,9 +1,16 @@
 """Which way KV takes between two workers: agreed at hello, self-tested, never switched."""
 
+from collections.abc import Sequence
+from typing import Final, get_args
+
 from msgspec import Struct
 
 from shared.errors import DiptychError, TransferFailed
-from shared.messages.fleet import KvPath, PathReason, PathRule
+from shared.messages.fleet import CodecReason, CodecRule, KvPath, PathReason, PathRule
+
+_RULES: Final[tuple[CodecRule, ...]] = get_args(CodecRule)
+KNOWN_CODECS: Final = tuple(rule for rule in _RULES if rule != "auto")
+"""What this build decodes and encodes, as told at hello."""
 
 
 class Choice(Struct, frozen=True):
@@ -12,6 +19,13 @@ class Choice(Struct, frozen=True):
     path: KvPath
     reason: PathReason
     fallback: bool = False
+
+
+class CodecTerms(Struct, frozen=True):
+    """How KV of a pair is encoded on the ``host`` path, and why so."""
+
+    codec: CodecRule = "none"
+    reason: CodecReason = "configured"
 
 
 def agree(mine: PathRule, theirs: PathRule) -> PathRule | None:
@@ -35,3 +49,28 @@ def choose(rule: PathRule, *, same_host: bool, bulk: str | None) -> Choice | Dip
     if bulk is None:
         return TransferFailed("the source offers no endpoint for `transfer.path: host`")
     return Choice("host", "configured" if rule == "host" else "other_host")
+
+
+def agree_codec(mine: CodecRule, theirs: str, known: Sequence[str]) -> CodecTerms | None:
+    """Return what both sides allow and know, None where they name two different codecs.
+
+    ``known`` are the codecs of the other side, whose rule ``theirs`` may be of a later version.
+    No side gets a loss it did not ask for: ``none`` beats everything, a name beats ``auto``.
+    """
+    if mine == theirs == "none":
+        return CodecTerms()
+    if "none" in (mine, theirs):
+        return CodecTerms("none", "declined" if known else "unknown")
+    if mine != theirs and "auto" not in (mine, theirs):
+        return None
+    codec = known_rule(theirs if mine == "auto" else mine)
+    if codec == "auto":
+        return CodecTerms("auto", "planned") if known else CodecTerms("none", "unknown")
+    if codec is None or codec not in known:
+        return CodecTerms("none", "unknown")
+    return CodecTerms(codec, "configured")
+
+
+def known_rule(name: str) -> CodecRule | None:
+    """Return the rule of this name, None if it is of another version."""
+    return next((rule for rule in _RULES if rule == name), None)

@@ -141,6 +141,11 @@ class Pull:
                 spans.append(Span(layer, layer + 1, issued, end))
         return spans
 
+    def tokens_of(self, span: Span) -> int:
+        """Return how many tokens of the KV are in these blocks."""
+        size = self._block_size
+        return min(self._total, span.end_block * size) - span.first_block * size
+
     def _extend_table(self, table: ReadyBlocks) -> None:
         if len(table.blocks) != len(table.generations) or len(table.blocks) > self._total:
             raise BrokenTransfer("a malformed block table")

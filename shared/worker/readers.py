@@ -16,7 +16,7 @@ from shared.worker.effects import ToReader
 from shared.worker.handover_source import HandoverSource
 from shared.worker.limits import Tally, WorkerIdentity
 from shared.worker.outbox import Outbox
-from shared.worker.paths import agree
+from shared.worker.paths import CodecTerms, agree, agree_codec
 
 _MAX_READERS = 1024
 
@@ -55,6 +55,7 @@ class Readers:
         for former in [p for p, w in self._workers.items() if w == message.worker and p != peer]:
             self.lost(former)
         self._workers[peer] = message.worker
+        terms = agree_codec(self._identity.codec, message.codec, message.codecs) or CodecTerms()
         welcome = PeerWelcome(
             worker=self._identity.worker,
             incarnation=self._identity.incarnation,
@@ -62,6 +63,8 @@ class Readers:
             host=self._identity.host,
             bulk=self._identity.bulk_endpoint,
             path=agree(self._identity.path, message.path) or "auto",
+            codec=terms.codec,
+            codec_reason=terms.reason,
         )
         self._outbox.add(ToReader(peer, welcome))
 
@@ -90,6 +93,8 @@ class Readers:
                 f"host: {mine.host!r} here, {message.host!r} there, and `transfer.path: ipc` "
                 "needs one host"
             )
+        if path != "ipc" and agree_codec(mine.codec, message.codec, message.codecs) is None:
+            differences.append(f"transfer.codec: {mine.codec} here, {message.codec} there")
         if differences:
             return ErrorPayload(
                 code="incompatible_peer",

@@ -245,6 +245,7 @@ class WorkerService:
             ),
             arena=arena.descriptor(),
             path=settings.transfer.path,
+            codec=settings.transfer.codec,
             bulk_endpoint=None if settings.transfer.path == "ipc" else settings.bulk_advertised,
         )
 

@@ -15,6 +15,7 @@ from shared.worker.effects import CloseSource, ConnectSource, MapArena, ToSource
 from shared.worker.events import SourceKey
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.outbox import Outbox
+from shared.worker.paths import KNOWN_CODECS, CodecTerms, known_rule
 
 _MAX_IDLE_SOURCES = 64
 
@@ -64,6 +65,8 @@ class Sources:
                 host=self._identity.host,
                 compatibility=self._identity.compatibility,
                 path=self._identity.path,
+                codec=self._identity.codec,
+                codecs=KNOWN_CODECS,
             ),
         )
 
@@ -75,7 +78,13 @@ class Sources:
             return ErrorPayload(code="transfer_failed", message=text, retryable=True)
         if not source.ready:
             source.ready = True
-            self._outbox.add(MapArena(key, message.arena, message.host, message.bulk, message.path))
+            codec = known_rule(message.codec)
+            terms = CodecTerms("none", "unknown")
+            if codec is not None:
+                terms = CodecTerms(codec, message.codec_reason)
+            self._outbox.add(
+                MapArena(key, message.arena, message.host, message.bulk, message.path, terms)
+            )
         return None
 
     def send(self, key: SourceKey, message: FromDecode) -> None:

@@ -18,6 +18,7 @@ from shared.errors import ResourceMissing
 from shared.ids import Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
+from shared.messages.fleet import CodecRule
 from shared.messages.prefill_decode import ArenaDescriptor
 from shared.transport.bulk.fetches import Failed, FetchLimits
 from shared.transport.bulk.reader import (
@@ -61,6 +62,7 @@ class Ends:
         fill(self.source, 1)
         fill(self.target, 2)
         self.server: HostServer | None = None
+        self.codec: CodecRule = "none"
         self.outcomes: queue.SimpleQueue[Outcome[SourceKey]] = queue.SimpleQueue()
         self.reader: HostReader[SourceKey] = HostReader(
             context,
@@ -103,12 +105,13 @@ class Ends:
 
     def open(self, endpoint: str, arena: ArenaDescriptor | None = None) -> Opened[SourceKey]:
         arena_id = (arena or self.source.descriptor()).arena_id
-        self.reader.open(SOURCE, Peer(endpoint=endpoint, arena=arena_id, identity=b"decode-0#5"))
+        peer = Peer(endpoint=endpoint, arena=arena_id, identity=b"decode-0#5", codec=self.codec)
+        self.reader.open(SOURCE, peer)
         outcome = self.outcomes.get(timeout=DEADLINE)
         assert isinstance(outcome, Opened)
         return outcome
 
-    def start(self, blocks: range = range(8), shift: int = 8) -> int:
+    def start(self, blocks: range = range(8), shift: int = 8, tokens: int = 0) -> int:
         self._job += 1
         self.reader.fetch(
             FetchJob(
@@ -119,12 +122,13 @@ class Ends:
                 source_blocks=tuple(blocks),
                 generations=tuple(int(self.source.generations[b]) for b in blocks),
                 target_blocks=tuple((b + shift) % BLOCKS for b in blocks),
+                tokens=tokens,
             )
         )
         return self._job
 
-    def fetch(self, blocks: range = range(8)) -> Fetched | Failed:
-        self.start(blocks)
+    def fetch(self, blocks: range = range(8), tokens: int = 0) -> Fetched | Failed:
+        self.start(blocks, tokens=tokens)
         outcome = self.outcomes.get(timeout=DEADLINE)
         assert isinstance(outcome, Fetched | Failed)
         return outcome

@@ -156,6 +156,38 @@ async def gone(router: Rig, name: str) -> None:
     router.kill(name)
 
 
+def test_an_encoded_pair_serves_and_says_what_it_saved(
+    run: Runner, model: Path, directory: Path
+) -> None:
+    """Guards encoded KV against leaks, and bytes nobody counts; harm on the way included.
+
+    The first token is the prefill worker's and exact; the tiny random model does not change its
+    mind for an error of 1/254 in the KV.
+    """
+
+    async def check() -> None:
+        faults = [{"kind": kind, "chunk": 5 + i * 7} for i, kind in enumerate(KINDS)]
+        config = make_config(
+            directory,
+            model,
+            split=True,
+            transfer={**SMALL, "codec": "int8"},
+            faults={"chunks": faults},
+        )
+        async with rig(config, *PAIR) as router:
+            work = [(router.split(request(prompt, 6)), prompt) for prompt in prompts()]
+            for (_, second), prompt in work:
+                assert await router.output(second) == reference(model, prompt, 6)
+            await nothing_is_left(router, *PAIR)
+            pair = await pair_of(router)
+            assert (pair.path, pair.codec, pair.codec_reason) == ("host", "int8", "configured")
+            assert pair.transfers == len(work) and pair.failed == 0 < pair.chunks_again
+            # fp32 pools: 4 bytes become 1; scales, and headers of tiny chunks, come on top.
+            assert 0 < pair.wire_bytes < 0.9 * pair.bytes
+
+    run(check())
+
+
 def test_two_paths_that_exclude_each_other_are_refused_by_name(
     run: Runner, model: Path, directory: Path
 ) -> None:

@@ -92,6 +92,8 @@ def _write(tmp_path: Path, text: str) -> Path:
         ("endpoints: {router_gateways: 'tcp://'}", ["`$.endpoints.router_gateways`"]),
         ("gateway: {api_keys: {k: 1}}", ["Expected `str`", "`$.gateway.api_keys"]),
         ("transfer: {chunk_size: 1KiB}", ["`transfer.chunk_size`", "4KiB to 8MiB"]),
+        ("transfer: {path: ipc, codec: int8}", ["`transfer.codec: int8`", "host or auto"]),
+        ("transfer: {codec: zip}", ["$.transfer.codec", "cachegen"]),
         ("faults: {chunks: [{kind: melt, chunk: 1}]}", ["'melt'", "allowed: corrupt, delay"]),
         ("faults: {chunks: [{kind: drop}]}", ["`chunk` or `probability`", "$.faults.chunks[0]"]),
         ("faults: {chunks: [{kind: drop, chunk: 1, delay: 3x}]}", ["3x", "chunks[0].delay"]),

@@ -296,6 +296,8 @@ def test_a_fitting_reader_is_told_where_the_arena_is() -> None:
                 incarnation=Incarnation(11),
                 arena=ARENA,
                 host=HELLO.host,
+                codec="none",
+                codec_reason="configured",
             ),
         )
     ]

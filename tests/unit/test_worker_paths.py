@@ -12,8 +12,9 @@ from shared.config import SecuritySection
 from shared.errors import DiptychError
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv.arena import KvArena
+from shared.kv.codecs.registry import CODEC_NAMES
 from shared.kv.layout import KvLayout, LayerKv
-from shared.messages.fleet import PathRule
+from shared.messages.fleet import CodecRule, PathRule
 from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.reader import ReaderLimits
 from shared.transport.bulk.server import HostServer
@@ -21,7 +22,7 @@ from shared.worker.effects import Copy, MapArena
 from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
 from shared.worker.movers import Movers
 from shared.worker.pairs import Pairs
-from shared.worker.paths import Choice, agree, choose
+from shared.worker.paths import KNOWN_CODECS, Choice, CodecTerms, agree, agree_codec, choose
 
 LAYOUT = KvLayout(dtype="bf16", block_size=4, layers=(LayerKv(2, 8, 8), LayerKv(2, 8, 8)))
 SOURCE = SourceKey(WorkerId("prefill-0"), Incarnation(7))
@@ -91,7 +92,9 @@ class Stage:
         )
 
     def open(self, **changes: object) -> None:
-        effect = MapArena(SOURCE, self.source.descriptor(), HERE, self.server.endpoint, "auto")
+        effect = MapArena(
+            *(SOURCE, self.source.descriptor(), HERE, self.server.endpoint, "auto", CodecTerms())
+        )
         self.movers.open(msgspec.structs.replace(effect, **changes))
 
     def copy(self, job: int) -> None:
@@ -143,7 +146,7 @@ def test_shared_memory_that_cannot_be_mapped_falls_back_by_name(
         wrong = msgspec.structs.replace(stage.source.descriptor(), fd=0)
         stage.open(arena=wrong)
         stage.copy(1)
-        assert await stage.next() == PathChosen(SOURCE, "host", "cannot_map")
+        assert await stage.next() == PathChosen(SOURCE, "host", "cannot_map", "configured")
         assert isinstance(await stage.next(), Copied)
         assert (stage.target.raw(1)[1][4:6] == 7).all()
 
@@ -188,9 +191,10 @@ def test_pairs_are_bounded_and_add_up() -> None:
     for number in range(300):
         pairs.failed(WorkerId(f"prefill-{number}"))
     last = WorkerId("prefill-299")
-    pairs.chosen(last, "host", "other_host")
-    pairs.copied(last, 100, 0.5, 2)
-    pairs.copied(last, 50, 0.25, 0)
+    life = SourceKey(last, Incarnation(3))
+    pairs.chosen(PathChosen(life, "host", "other_host", "planned"))
+    pairs.copied(last, Copied(1, 100, 0.5, 2, wire_bytes=100, codec="none"))
+    pairs.copied(last, Copied(2, 50, 0.25, 0, wire_bytes=25, codec="int8"))
     pairs.arrived(last, 0.125)
     lines = pairs.snapshot()
     assert len(lines) == 256
@@ -200,3 +204,46 @@ def test_pairs_are_bounded_and_add_up() -> None:
         *(150, 0.75, 0.125),
         2,
     )
+    assert (line.codec, line.codec_reason, line.wire_bytes) == ("int8", "planned", 125)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "known", "terms"),
+    [
+        ("none", "none", KNOWN_CODECS, CodecTerms()),
+        ("int8", "int8", KNOWN_CODECS, CodecTerms("int8", "configured")),
+        ("int8", "auto", KNOWN_CODECS, CodecTerms("int8", "configured")),
+        ("auto", "k4v4", KNOWN_CODECS, CodecTerms("k4v4", "configured")),
+        ("auto", "auto", KNOWN_CODECS, CodecTerms("auto", "planned")),
+        ("int8", "none", KNOWN_CODECS, CodecTerms("none", "declined")),
+        ("none", "int8", KNOWN_CODECS, CodecTerms("none", "declined")),
+        ("int8", "none", (), CodecTerms("none", "unknown")),
+        ("auto", "auto", (), CodecTerms("none", "unknown")),
+        ("auto", "later", ("later",), CodecTerms("none", "unknown")),
+        ("int8", "int8", ("k4v4",), CodecTerms("none", "unknown")),
+        ("int8", "k4v4", KNOWN_CODECS, None),
+        ("int8", "later", ("later",), None),
+    ],
+)
+def test_what_codec_two_sides_agree_on(
+    mine: CodecRule, theirs: str, known: tuple[str, ...], terms: CodecTerms | None
+) -> None:
+    """Guards a loss that one side did not ask for, and bytes that one side cannot read (45)."""
+    assert agree_codec(mine, theirs, known) == terms
+
+
+def test_every_codec_can_be_named_in_the_deployment_file() -> None:
+    assert KNOWN_CODECS == CODEC_NAMES
+
+
+def test_shared_memory_is_never_encoded(run_async: Callable[..., None], tmp_path: Path) -> None:
+    """Guards a loss for nothing: over shared memory no byte travels."""
+
+    async def check(stage: Stage) -> None:
+        stage.open(terms=CodecTerms("int8", "configured"))
+        stage.copy(1)
+        assert await stage.next() == PathChosen(SOURCE, "ipc", "self_test", "shared_memory")
+        copied = await stage.next()
+        assert isinstance(copied, Copied) and (copied.codec, copied.wire_bytes) == ("none", 0)
+
+    staged(run_async, tmp_path, check)

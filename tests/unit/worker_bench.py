@@ -102,9 +102,11 @@ def request(prompt: int | tuple[int, ...], max_tokens: int = 8, **sampling: obje
 class Bench:
     """Feeds events at a time the test sets, checks invariants, remembers effects."""
 
-    def __init__(self, blocks: int = 16, **limits: object) -> None:
+    def __init__(
+        self, blocks: int = 16, identity: WorkerIdentity = IDENTITY, **limits: object
+    ) -> None:
         self.pool = BlockPool(blocks, BLOCK)
-        self.state = WorkerState(IDENTITY, msgspec.structs.replace(LIMITS, **limits), self.pool)
+        self.state = WorkerState(identity, msgspec.structs.replace(LIMITS, **limits), self.pool)
         self.now = 0.0
         self.effects: list[Effect] = []
         self.running: RunStep | None = None

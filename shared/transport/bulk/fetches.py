@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.errors import ErrorPayload
 from shared.messages.bulk import CancelFetch, Credit, Fetch, FetchRefused, FromReader
@@ -210,19 +211,7 @@ class Fetches(Generic[Source]):
         self._ask(job, tuple(_ranges(job.missing)), credit)
 
     def _ask(self, job: _Job[Source], need: tuple[tuple[int, int], ...], credit: int) -> None:
-        fetch = job.fetch
-        message = Fetch(
-            job=fetch.job,
-            attempt=job.attempt,
-            arena=fetch.arena,
-            first_layer=fetch.first_layer,
-            end_layer=fetch.end_layer,
-            blocks=fetch.blocks,
-            generations=fetch.generations,
-            chunk_bytes=fetch.chunk_bytes,
-            need=need,
-            credit=credit,
-        )
+        message = replace(job.fetch, attempt=job.attempt, need=need, credit=credit)
         self._out.append(Send(job.source, message))
 
     def _fail(self, job: _Job[Source], why: str) -> None:

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from shared.kv.layout import KvLayout
+from shared.messages.bulk import Fetch
 
 MAX_CHUNK = 8 << 20
 
@@ -21,6 +22,33 @@ class PlannedChunk(Struct, frozen=True):
 
     segments: tuple[Segment, ...]
     size: int
+
+
+def plan_fetch(layout: KvLayout, fetch: Fetch) -> tuple[PlannedChunk, ...]:
+    """Return the chunks of a fetch, encoded or not."""
+    plan = plan_chunks if fetch.codec == "none" else plan_encoded
+    layers = range(fetch.first_layer, fetch.end_layer)
+    return plan(layout, layers, len(fetch.blocks), fetch.chunk_bytes)
+
+
+def plan_encoded(
+    layout: KvLayout, layers: range, blocks: int, chunk_bytes: int
+) -> tuple[PlannedChunk, ...]:
+    """Cut the same into chunks of K and V of one layer each, as codecs take them.
+
+    ``size`` counts raw bytes: at most ``chunk_bytes``, or one block of one layer.
+    """
+    chunks: list[PlannedChunk] = []
+    for layer in layers:
+        if layout.owner(layer) != layer:
+            continue
+        unit = layout.layer_block_bytes(layer)
+        step = max(1, chunk_bytes // unit)
+        for first in range(0, blocks, step):
+            end = min(blocks, first + step)
+            parts = (Segment(layer, 0, first, end), Segment(layer, 1, first, end))
+            chunks.append(PlannedChunk(parts, (end - first) * unit))
+    return tuple(chunks)
 
 
 def plan_chunks(

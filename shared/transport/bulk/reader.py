@@ -16,10 +16,15 @@ from msgspec import Struct
 
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.arena import KvArena
+from shared.kv.codecs.frame import CodecName
+from shared.kv.codecs.planner import CodecFigures
 from shared.messages.bulk import Chunk, Fetch, FetchRefused, FromReader, Probe, ProbeEcho, ToReader
+from shared.messages.fleet import CodecRule
+from shared.transport.bulk.calibration import measure_figures
 from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits
-from shared.transport.bulk.payload import checksum, land
-from shared.transport.bulk.plan import PlannedChunk, plan_chunks
+from shared.transport.bulk.landing import Landing, OpenJob
+from shared.transport.bulk.plan import plan_fetch
+from shared.transport.bulk.rates import PairRates
 from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
 from shared.transport.endpoint import connect
 from shared.transport.pump import LinkLimits
@@ -37,7 +42,10 @@ _RETRY = 0.005
 
 
 class FetchJob(Struct, Generic[Source], frozen=True, kw_only=True):
-    """Bring blocks of layers [``first_layer``, ``end_layer``) from ``source``."""
+    """Bring blocks of layers [``first_layer``, ``end_layer``) from ``source``.
+
+    A codec brings the first ``tokens`` tokens of them only; 0: all.
+    """
 
     job: int
     source: Source
@@ -46,15 +54,21 @@ class FetchJob(Struct, Generic[Source], frozen=True, kw_only=True):
     source_blocks: tuple[int, ...]
     generations: tuple[int, ...]
     target_blocks: tuple[int, ...]
+    tokens: int = 0
 
 
 class Fetched(Struct, frozen=True):
-    """The job is done and verified. ``again`` chunks were asked for more than once."""
+    """The job is done and verified. ``again`` chunks were asked for more than once.
+
+    ``bytes`` is what the blocks hold, ``wire`` what came over the link, encoded by ``codec``.
+    """
 
     job: int
     bytes: int
     seconds: float
     again: int
+    wire: int = 0
+    codec: CodecName = "none"
 
 
 class Opened(Struct, Generic[Source], frozen=True):
@@ -68,11 +82,15 @@ Outcome = Fetched | Failed | Opened[Source]
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """How to reach a source: its bulk endpoint, the pool it must have, who we are to it."""
+    """How to reach a source: its bulk endpoint, the pool it must have, who we are to it.
+
+    ``codec`` is what both sides allow for its KV.
+    """
 
     endpoint: str
     arena: int
     identity: bytes
+    codec: CodecRule = "none"
     security: CurveClient | None = None
 
 
@@ -89,14 +107,9 @@ class _Link(Struct):
     peer: Peer
     nonce: int
     deadline: float
+    rates: PairRates
     tested: bool = False
     outbox: deque[bytes] = msgspec.field(default_factory=deque)
-
-
-class _Open(Struct, Generic[Source], frozen=True):
-    job: FetchJob[Source]
-    plan: tuple[PlannedChunk, ...]
-    size: int
 
 
 class HostReader(Generic[Source]):
@@ -119,7 +132,9 @@ class HostReader(Generic[Source]):
         self._tell = tell
         self._machine: Fetches[Source] = Fetches(limits.fetch)
         self._links: dict[Source, _Link] = {}
-        self._open: dict[int, _Open[Source]] = {}
+        self._open: dict[int, OpenJob] = {}
+        self._landing = Landing(target)
+        self._figures: tuple[CodecFigures, ...] | None = None
         self._decoder: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
         self._encoder = msgspec.msgpack.Encoder()
         self._orders: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
@@ -210,7 +225,10 @@ class HostReader(Generic[Source]):
             return
         self._poller.register(socket, zmq.POLLIN)
         nonce = secrets.randbits(53)
-        link = _Link(socket, peer, nonce, now + self._limits.probe)
+        if peer.codec == "auto" and self._figures is None:
+            self._figures = measure_figures(self._target.layout)
+        rates = PairRates(self._figures or ())
+        link = _Link(socket, peer, nonce, time.monotonic() + self._limits.probe, rates)
         self._links[source] = link
         link.outbox.append(
             self._encoder.encode(Probe(nonce=nonce, arena=peer.arena, size=PROBE_BYTES))
@@ -221,13 +239,17 @@ class HostReader(Generic[Source]):
         if link is None:
             self._tell(Failed(job.job, _error("its source is not connected")))
             return
-        layers = range(job.first_layer, job.end_layer)
         blocks = job.source_blocks
         if not len(blocks) == len(job.generations) == len(job.target_blocks):
             self._tell(Failed(job.job, _error("the lists of blocks differ in length")))
             return
-        plan = plan_chunks(self._target.layout, layers, len(blocks), self._limits.chunk_bytes)
-        self._open[job.job] = _Open(job, plan, sum(chunk.size for chunk in plan))
+        layout = self._target.layout
+        size = len(blocks) * sum(
+            layout.layer_block_bytes(layer) for layer in range(job.first_layer, job.end_layer)
+        )
+        rule = link.peer.codec
+        codec = link.rates.choose(size) if rule == "auto" else rule
+        tokens = job.tokens or len(blocks) * layout.block_size
         fetch = Fetch(
             job=job.job,
             attempt=0,
@@ -239,7 +261,12 @@ class HostReader(Generic[Source]):
             chunk_bytes=self._limits.chunk_bytes,
             need=(),
             credit=0,
+            codec=codec,
+            tokens=tokens,
         )
+        plan = plan_fetch(layout, fetch)
+        link.rates.begun(codec, now)
+        self._open[job.job] = OpenJob(job.target_blocks, plan, size, codec, tokens, link.rates)
         self._machine.begin(job.source, fetch, len(plan), now)
 
     def _drop(self, source: Source, why: str, now: float) -> None:
@@ -284,17 +311,11 @@ class HostReader(Generic[Source]):
         if not self._machine.wants(source, job, index):
             self._machine.arrived(source, job, attempt, now)
             return
-        open_ = self._open[job]
-        planned = open_.plan[index]
-        size = sum(len(frame) for frame in payload)
-        if size != planned.size or header.size != planned.size:
-            why = f"came with {size} of {planned.size} bytes"
-            self._machine.bad(job, attempt, index, why, now)
-        elif checksum(payload) != header.checksum:
-            self._machine.bad(job, attempt, index, "came with a wrong checksum", now)
-        else:
-            land(self._target, planned, open_.job.target_blocks, payload)
+        why = self._landing.put(self._open[job], header, payload)
+        if why is None:
             self._machine.landed(job, attempt, index, now)
+        else:
+            self._machine.bad(job, attempt, index, why, now)
 
     def _echo(
         self, source: Source, link: _Link, echo: ProbeEcho, payload: Sequence[memoryview]
@@ -316,13 +337,27 @@ class HostReader(Generic[Source]):
         for effect in self._machine.take():
             match effect:
                 case Done():
-                    size = self._open.pop(effect.job).size
-                    self._tell(Fetched(effect.job, size, effect.seconds, effect.again))
+                    done = self._close_job(effect.job)
+                    self._tell(
+                        Fetched(
+                            effect.job,
+                            done.size,
+                            effect.seconds,
+                            effect.again,
+                            done.wire,
+                            done.codec,
+                        )
+                    )
                 case Failed():
-                    del self._open[effect.job]
+                    self._close_job(effect.job)
                     self._tell(effect)
                 case _:
                     self._send(effect.source, effect.message)
+
+    def _close_job(self, job: int) -> OpenJob:
+        open_ = self._open.pop(job)
+        open_.rates.over(time.monotonic())
+        return open_
 
     def _send(self, source: Source, message: FromReader) -> None:
         link = self._links.get(source)

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from shared.config import FaultsSection
 from shared.kv.arena import KvArena
+from shared.kv.codecs.registry import CODEC_NAMES
 from shared.messages.bulk import (
     CancelFetch,
     Chunk,
@@ -26,8 +27,10 @@ from shared.messages.bulk import (
     ToReader,
 )
 from shared.transport.admission import Admission
+from shared.transport.bulk.encoded import EncodedChunks, known_codec
 from shared.transport.bulk.faults import FaultyLink, Parcel
 from shared.transport.bulk.payload import checksum, chunk_blocks, lift
+from shared.transport.bulk.plan import PlannedChunk
 from shared.transport.bulk.servings import Next, Servings
 from shared.transport.endpoint import bind
 from shared.transport.pump import LinkLimits
@@ -72,7 +75,8 @@ class HostServer:
         self.stats = ServerStats()
         self._arena = arena
         self._arena_id = arena.descriptor().arena_id
-        self._jobs = Servings(arena.layout, arena.num_blocks, self._arena_id)
+        self._jobs = Servings(arena.layout, arena.num_blocks, self._arena_id, codecs=CODEC_NAMES)
+        self._encoded = EncodedChunks(arena)
         self._faults = None if faults is None else FaultyLink(faults, worker)
         self._decoder: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
         self._encoder = msgspec.msgpack.Encoder()
@@ -183,7 +187,7 @@ class HostServer:
 
     def _serve(self, item: Next, now: float) -> None:
         fetch, chunk = item.fetch, item.chunk
-        frames = lift(self._arena, chunk, fetch.blocks)
+        frames, spent = self._take_out(fetch, chunk)
         digest = checksum(frames)
         # After the checksum: bytes that fit it were the announced ones, and libzmq may read
         # the pool later than now, when the blocks are somebody else's.
@@ -206,14 +210,24 @@ class HostServer:
             job=fetch.job,
             attempt=fetch.attempt,
             index=item.index,
-            size=chunk.size,
+            size=sum(len(frame) for frame in frames),
             checksum=digest,
+            spent=spent,
         )
         if self._faults is None:
             self._write(item.peer, header, frames)
             return
         for parcel in self._faults.give(Parcel(item.peer, header, frames), now):
             self._write(parcel.peer, parcel.header, parcel.frames)
+
+    def _take_out(self, fetch: Fetch, chunk: PlannedChunk) -> tuple[list[memoryview], float]:
+        """Return a chunk's frames, and the seconds that encoding them took."""
+        codec = known_codec(fetch.codec)
+        if codec is None or codec == "none":
+            return lift(self._arena, chunk, fetch.blocks), 0.0
+        begun = time.monotonic()
+        frames = self._encoded.encode(codec, chunk, fetch.blocks, fetch.tokens)
+        return frames, time.monotonic() - begun
 
     def _reused(self, fetch: Fetch, part: slice) -> int:
         now = self._arena.generations[list(fetch.blocks[part])]

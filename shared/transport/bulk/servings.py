@@ -1,12 +1,13 @@
 """The prefill worker's half of the ``host`` path: who gets which chunk next. Pure."""
 
 from collections import deque
+from collections.abc import Collection
 
 from msgspec import Struct
 
 from shared.kv.layout import KvLayout
 from shared.messages.bulk import CancelFetch, Credit, Fetch, FetchRefused
-from shared.transport.bulk.plan import MAX_CHUNK, PlannedChunk, plan_chunks
+from shared.transport.bulk.plan import MAX_CHUNK, PlannedChunk, plan_fetch
 
 _MAX_JOBS = 4096
 _MAX_PER_PEER = 1024
@@ -33,8 +34,16 @@ class _Serving(Struct):
 class Servings:
     """Jobs of all readers, served in turn as far as their credit reaches."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, arena: int, idle: float = 60.0) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        arena: int,
+        idle: float = 60.0,
+        codecs: Collection[str] = (),
+    ) -> None:
         self._layout = layout
+        self._codecs = codecs
         self._num_blocks = num_blocks
         self._arena = arena
         self._idle = idle
@@ -60,8 +69,7 @@ class Servings:
             self.drop(peer, message.job)
             return refusal
         if job is None or message.attempt > job.fetch.attempt:
-            layers = range(message.first_layer, message.end_layer)
-            plan = plan_chunks(self._layout, layers, len(message.blocks), message.chunk_bytes)
+            plan = plan_fetch(self._layout, message)
             job = self._jobs[key] = _Serving(peer, message, plan, deque(), 0, now)
         for first, end in message.need:
             if not 0 <= first < end <= len(job.plan):
@@ -134,6 +142,13 @@ class Servings:
         )
         if not good:
             return _refuse(message, "invalid", "the fetch names what is not in the pool")
+        if message.codec != "none":
+            whole = len(message.blocks) * self._layout.block_size
+            if message.codec not in self._codecs:
+                return _refuse(message, "invalid", f"no codec {message.codec!r} here")
+            if not whole - self._layout.block_size < message.tokens <= whole:
+                why = f"{message.tokens} tokens in {len(message.blocks)} blocks"
+                return _refuse(message, "invalid", why)
         mine = sum(1 for key in self._jobs if key[0] == peer)
         if not known and (len(self._jobs) >= _MAX_JOBS or mine >= _MAX_PER_PEER):
             return _refuse(message, "overloaded", "too many KV fetches are open")
