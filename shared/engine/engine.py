@@ -9,8 +9,9 @@ import torch
 from shared.config import Precision, kv_dtype_for
 from shared.engine.batch import Sampled, SequenceInput, StepInput, StepResult
 from shared.engine.pools import pools
-from shared.engine.prepare import Prepared, Request, prepare
+from shared.engine.prepared import LoadRequest, Prepared
 from shared.engine.prompt_logprobs import PromptRows
+from shared.engine.recipe import recall
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.sampler import Failure, Sampler
 from shared.engine.step import IntArray, OnLayer, PackedStep
@@ -34,13 +35,14 @@ class Engine:
     eos_token_ids: tuple[int, ...]
 
     def __init__(self, prepared: Prepared, model_dir: Path, threads: int) -> None:
-        self.layout = prepared.layout
+        facts = prepared.facts
+        self.layout = facts.layout
         self.model_id = model_id(model_dir)
-        self.vocab_size = prepared.vocab_size
-        self.max_model_len = prepared.max_model_len
-        self.eos_token_ids = prepared.eos_token_ids
+        self.vocab_size = facts.vocab_size
+        self.max_model_len = facts.max_model_len
+        self.eos_token_ids = facts.eos_token_ids
         self._runner = prepared.runner
-        self._embeddings = prepared.embeddings
+        self._embeddings = facts.embeddings
         grammars = GrammarCompiler(model_dir, self.vocab_size, self.eos_token_ids, threads)
         self._sampler = Sampler(self.vocab_size, grammars)
         self._num_blocks = 0
@@ -68,8 +70,14 @@ class Engine:
         """
         torch.set_num_threads(threads)
         dtype = kv_dtype_for(precision, kv_dtype)
-        request = Request(model_dir, precision, dtype, block_size, max_model_len)
-        return cls(prepare(request), model_dir, threads)
+        request = LoadRequest(model_dir, precision, dtype, block_size, max_model_len)
+        prepared = recall(request)
+        if prepared is None:
+            # Here and not above: three seconds of imports that a known model does without.
+            from shared.engine.prepare import prepare
+
+            prepared = prepare(request)
+        return cls(prepared, model_dir, threads)
 
     def attach(self, arena: KvArena) -> None:
         """Use ``arena`` as the KV pool; its layout must be this engine's.

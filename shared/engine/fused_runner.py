@@ -16,23 +16,23 @@ class FusedRunner:
     name = "fused layers"
 
     def __init__(self, stack: LlamaStack, embedding: torch.Tensor) -> None:
-        self._stack = stack
+        self.stack = stack
         self._embedding = embedding
 
     def attach(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
         """Use these pools."""
-        self._stack.attach(k, v)
+        self.stack.attach(k, v)
 
     def logits(
         self, step: PackedStep, keep: torch.Tensor, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
         """Run all layers, in one call where nobody waits for single ones; fp32 logits."""
         x = functional.embedding(step.token_ids[0], self._embedding).float()
-        rotary = rotary_table(step.positions[0], self._stack.frequencies, self._stack.factor)
+        rotary = rotary_table(step.positions[0], self.stack.frequencies, self.stack.factor)
         if on_layer is None:
-            self._stack.run(x, step.batch, rotary)
+            self.stack.run(x, step.batch, rotary)
         else:
-            for layer in range(self._stack.num_layers):
-                self._stack.run(x, step.batch, rotary, range(layer, layer + 1))
+            for layer in range(self.stack.num_layers):
+                self.stack.run(x, step.batch, rotary, range(layer, layer + 1))
                 on_layer(layer)
-        return self._stack.logits(x, keep)
+        return self.stack.logits(x, keep)

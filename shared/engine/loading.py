@@ -2,7 +2,7 @@
 
 import warnings
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -10,15 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shared.config import Precision
 from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.dtypes import LOADED_AS
-from shared.engine.weights import check_weights
-from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
-from shared.kv.memory import available_memory
+from shared.engine.weights import check_weights, require_memory
+from shared.errors import BadConfig, UnsupportedModel
 
 HfModel: TypeAlias = Any
 """A transformers causal language model; the library is not typed."""
-
-_RUNTIME_BYTES: Final = 256 << 20
-"""Memory beside the weights that the process needs while loading."""
 
 
 def load_model(model_dir: Path, precision: Precision) -> HfModel:
@@ -32,7 +28,7 @@ def load_model(model_dir: Path, precision: Precision) -> HfModel:
     """
     dtype = LOADED_AS[precision]
     parameters = check_weights(model_dir)
-    _check_memory(model_dir, parameters * dtype.itemsize)
+    require_memory(model_dir, parameters * dtype.itemsize)
     register()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -100,12 +96,3 @@ def end_token_ids(model: HfModel) -> tuple[int, ...]:
         if ids is not None:
             return tuple(sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])}))
     return ()
-
-
-def _check_memory(model_dir: Path, weight_bytes: int) -> None:
-    available = available_memory()
-    if weight_bytes + _RUNTIME_BYTES > available:
-        raise ResourceMissing(
-            f"{model_dir.name} needs {(weight_bytes + _RUNTIME_BYTES) / 2**30:.1f} GiB of memory, "
-            f"{available / 2**30:.1f} GiB are available: use a smaller model or precision"
-        )

@@ -1,10 +1,8 @@
 """From a model directory to a checked runner: our own layers, or else transformers'."""
 
 import logging
-from pathlib import Path
 
 import torch
-from msgspec import Struct
 
 from shared.config import Precision
 from shared.engine.checks import inspect_model
@@ -13,38 +11,19 @@ from shared.engine.dtypes import KINDS
 from shared.engine.fused_runner import FusedRunner
 from shared.engine.hf_runner import HfRunner
 from shared.engine.loading import HfModel, end_token_ids, load_model, resolve_max_model_len
+from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
 from shared.engine.quantised import quantise_linears
+from shared.engine.recipe import remember
 from shared.engine.rope import pin_rope
 from shared.engine.runner import ModelRunner
 from shared.kernels.llama import LlamaStack
-from shared.kv.layout import KvDtype, KvLayout
+from shared.kv.layout import KvLayout
 
 log = logging.getLogger(__name__)
 
 
-class Request(Struct, frozen=True):
-    """How a model is to be loaded."""
-
-    model_dir: Path
-    precision: Precision
-    kv_dtype: KvDtype
-    block_size: int
-    max_model_len: int | None
-
-
-class Prepared(Struct, frozen=True):
-    """A checked model. ``vocab_size`` is the logits' width, ``embeddings`` the known token ids."""
-
-    runner: ModelRunner
-    layout: KvLayout
-    vocab_size: int
-    embeddings: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-
-
-def prepare(request: Request) -> Prepared:
-    """Load a safetensors directory and run every check.
+def prepare(request: LoadRequest) -> Prepared:
+    """Load the model with transformers and run every check.
 
     Raises:
         ResourceMissing: files are missing or truncated, or memory is too small.
@@ -54,16 +33,19 @@ def prepare(request: Request) -> Prepared:
     model = load_model(request.model_dir, request.precision)
     limit = resolve_max_model_len(model, request.max_model_len)
     with torch.inference_mode():
-        pin_rope(model, limit)
+        pinned = pin_rope(model, limit)
         layout = inspect_model(model, request.kv_dtype, request.block_size)
-        return Prepared(
-            runner=_runner(model, layout, request.precision),
+        facts = ModelFacts(
             layout=layout,
             vocab_size=_logits_width(model),
             embeddings=int(model.get_input_embeddings().weight.shape[0]),
             max_model_len=limit,
             eos_token_ids=end_token_ids(model),
         )
+        prepared = Prepared(facts, _runner(model, layout, request.precision))
+    if not pinned:  # a pinned one is warned of at every start
+        remember(request, prepared)
+    return prepared
 
 
 def _runner(model: HfModel, layout: KvLayout, precision: Precision) -> ModelRunner:

@@ -14,8 +14,10 @@ from shared.errors import UnsupportedModel
 _log = logging.getLogger(__name__)
 
 
-def pin_rope(model: torch.nn.Module, max_model_len: int) -> None:
+def pin_rope(model: torch.nn.Module, max_model_len: int) -> bool:
     """Freeze every length-dependent rotary embedding, and log that outputs depend on it.
+
+    Returns whether there was one.
 
     Raises:
         UnsupportedModel: a rotary embedding cannot be frozen.
@@ -40,6 +42,7 @@ def pin_rope(model: torch.nn.Module, max_model_len: int) -> None:
             ", ".join(sorted(pinned)),
             max_model_len,
         )
+    return bool(pinned)
 
 
 def _depends_on_length(rope_type: str) -> bool:

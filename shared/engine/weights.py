@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from shared.errors import ResourceMissing, UnsupportedModel
+from shared.kv.memory import available_memory
 
 _MAX_HEADER: Final = 100 << 20
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 16 << 10
+_RUNTIME_BYTES: Final = 256 << 20
+"""Memory beside the weights that the process needs while loading."""
 
 
 def check_weights(model_dir: Path) -> int:
@@ -22,6 +25,16 @@ def check_weights(model_dir: Path) -> int:
     """
     read_config(model_dir)
     return sum(_check_file(path) for path in weight_files(model_dir))
+
+
+def require_memory(model_dir: Path, weight_bytes: int) -> None:
+    """Raise ``ResourceMissing`` where weights of this size leave no memory to load them with."""
+    available = available_memory()
+    if weight_bytes + _RUNTIME_BYTES > available:
+        raise ResourceMissing(
+            f"{model_dir.name} needs {(weight_bytes + _RUNTIME_BYTES) / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are available: use a smaller model or precision"
+        )
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

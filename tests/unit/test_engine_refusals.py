@@ -240,7 +240,7 @@ def test_too_little_memory_is_said_before_loading(
 ) -> None:
     """The kernel's answer would be to kill the process."""
     directory = save_model(tmp_path, CONFIGS["llama"]())
-    monkeypatch.setattr("shared.engine.loading.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("shared.engine.weights.available_memory", lambda: 1 << 20)
     with pytest.raises(ResourceMissing, match="GiB of memory"):
         load_engine(directory)
 

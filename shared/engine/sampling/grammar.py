@@ -1,32 +1,13 @@
-"""Grammar-constrained output through xgrammar."""
+"""Grammar-constrained output: the door to xgrammar, opened with the first grammar."""
 
-import re
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING
 
-import numpy as np
-import xgrammar
-from numpy.typing import NDArray
-from transformers import AutoTokenizer
-
-from shared.engine.sampling.distribution import Row
-from shared.errors import DiptychError, InvalidRequest
+from shared.errors import DiptychError
 from shared.messages.request import Grammar
 
-_CACHE_BYTES: Final = 64 << 20
-_MAX_WHITESPACE: Final = 32
-"""Longest run of whitespace between JSON elements; unbounded, small models never stop it."""
-
-_SOURCE_PLACE: Final = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
-"""xgrammar puts time and place in its own source before what was wrong."""
-
-_JSON_OBJECT: Final = '{"type": "object"}'
-
-
-_CONTROL: Final = frozenset(range(0x20)) - {0x0A, 0x0D}
-"""Bytes that xgrammar lets into strings of limited length, where JSON forbids them."""
-
-Mask = NDArray[np.bool_]
+if TYPE_CHECKING:
+    from shared.engine.sampling.xgrammar_compiler import Matcher, XgrammarCompiler
 
 
 class GrammarMismatch(DiptychError):
@@ -34,9 +15,9 @@ class GrammarMismatch(DiptychError):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model; the most recently used stay, up to 64 MiB.
+    """Compiles grammars for one model.
 
-    The tokenizer is read when the first grammar is asked for.
+    ``vocab_size`` is the width of the logits; ``threads`` compile one grammar.
     """
 
     def __init__(
@@ -46,8 +27,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_tokens = end_tokens
         self._threads = threads
-        self._compiler: Any = None
-        self._control: Mask = np.zeros(vocab_size, dtype=bool)
+        self._compiler: XgrammarCompiler | None = None
 
     def matcher(self, grammar: Grammar, output_ids: tuple[int, ...]) -> "Matcher":
         """Return a matcher that has accepted ``output_ids``.
@@ -56,87 +36,11 @@ class GrammarCompiler:
             InvalidRequest: the schema cannot be compiled, or the model has no tokenizer.
             GrammarMismatch: ``output_ids`` do not follow the grammar.
         """
-        compiled = self._compile(grammar)
-        matcher = Matcher(compiled, self._vocab_size, self._end_tokens, self._control)
-        for token in output_ids:
-            matcher.accept(token)
-        return matcher
-
-    def _compile(self, grammar: Grammar) -> Any:  # noqa: ANN401
         if self._compiler is None:
-            self._compiler = self._load()
-        schema = _JSON_OBJECT if grammar.kind == "json_object" else grammar.schema
-        try:
-            return self._compiler.compile_json_schema(
-                schema,
-                strict_mode=grammar.kind == "json_schema",
-                max_whitespace_cnt=_MAX_WHITESPACE,
+            # Here and not above: half a second of imports that most workers never need.
+            from shared.engine.sampling.xgrammar_compiler import XgrammarCompiler
+
+            self._compiler = XgrammarCompiler(
+                self._model_dir, self._vocab_size, self._end_tokens, self._threads
             )
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = _SOURCE_PLACE.sub("", str(error)).strip()
-            raise InvalidRequest(
-                f"the JSON schema cannot be used: {reason}", param="response_format"
-            ) from error
-
-    def _load(self) -> Any:  # noqa: ANN401
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self._model_dir, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(
-                f"this model has no tokenizer, so its output cannot follow a grammar: {error}",
-                param="response_format",
-            ) from error
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer,
-            vocab_size=self._vocab_size,
-            stop_token_ids=list(self._end_tokens) or None,
-        )
-        for token, piece in enumerate(info.decoded_vocab[: self._vocab_size]):
-            self._control[token] = any(byte in _CONTROL for byte in piece)
-        self._control[list(self._end_tokens)] = False
-        return xgrammar.GrammarCompiler(
-            info, max_threads=self._threads, cache_limit_bytes=_CACHE_BYTES
-        )
-
-
-class Matcher:
-    """Where one sequence stands in its grammar.
-
-    End tokens are allowed only where the grammar is complete. Past an end token (``ignore_eos``)
-    nothing but end tokens is allowed, so that the text stays what the grammar made it.
-    """
-
-    def __init__(
-        self,
-        compiled: Any,  # noqa: ANN401
-        vocab_size: int,
-        end_tokens: tuple[int, ...],
-        control: Mask,
-    ) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._bits: NDArray[np.int32] = np.empty((1, -(-vocab_size // 32)), dtype=np.int32)
-        self._vocab_size = vocab_size
-        self._end_tokens = end_tokens
-        self._control = control
-
-    def forbid(self, row: Row) -> None:
-        """Set the logits of tokens that the grammar does not allow next to -inf, in place."""
-        if self._matcher.is_terminated():
-            forbidden = np.ones(self._vocab_size, dtype=bool)
-            forbidden[list(self._end_tokens)] = False
-        else:
-            self._matcher.fill_next_token_bitmask(self._bits)
-            bits = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")
-            forbidden = ~bits[: self._vocab_size].view(bool) | self._control
-        row[forbidden] = -np.inf
-
-    def accept(self, token: int) -> None:
-        """Advance by one token. Raises ``GrammarMismatch`` when it is not allowed here."""
-        if self._matcher.is_terminated():
-            if token in self._end_tokens:
-                return
-        elif self._matcher.accept_token(token):
-            return
-        raise GrammarMismatch(f"token {token} does not follow the grammar")
+        return self._compiler.matcher(grammar, output_ids)

@@ -1,15 +1,19 @@
 """What one sequence's sampling needs to remember between steps."""
 
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shared.engine.batch import OpenSequence
 from shared.engine.sampling.distribution import Row
-from shared.engine.sampling.grammar import GrammarCompiler, Matcher
+from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.penalties import SeenTokens
 from shared.errors import InvalidRequest
 from shared.messages.request import Sampling
+
+if TYPE_CHECKING:
+    from shared.engine.sampling.xgrammar_compiler import Matcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: the weights of all but the best tokens vanish."""
