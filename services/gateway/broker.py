@@ -23,6 +23,7 @@ from services.gateway.events import (
     Unsent,
 )
 from services.gateway.state import GatewayState
+from shared.alarm import Alarm
 from shared.clock import Clock
 from shared.errors import ErrorPayload, NoWorker
 from shared.ids import Incarnation, RequestId
@@ -75,6 +76,7 @@ class Broker:
         self._listeners: dict[RequestId, Listener] = {}
         self._queries: dict[int, asyncio.Future[FleetStatus]] = {}
         self._changed = asyncio.Event()
+        self._alarm = Alarm(clock)
 
     def new_id(self) -> RequestId:
         """Return an id no other request of the system has.
@@ -111,8 +113,12 @@ class Broker:
             self._changed.set()
 
     def tick(self) -> None:
-        """Let time pass; call several times a second."""
+        """Let time pass; wanted each time ``rest`` returns."""
         self._handle(Tick())
+
+    async def rest(self, latest: float) -> None:
+        """Sleep until the state machine wants to know the time again, or until ``latest``."""
+        await self._alarm.sleep_until(min(latest, self.state.wake_at))
 
     async def fleet(self, timeout: float) -> FleetStatus:
         """Ask the router about the fleet, at most ``timeout`` seconds long.
@@ -157,6 +163,7 @@ class Broker:
         now = self.clock.now()
         for effect in self.state.handle(event, now):
             self._perform(effect, now)
+        self._alarm.no_later_than(self.state.wake_at)
 
     def _perform(self, effect: Effect, now: float) -> None:
         if isinstance(effect, NewTokens):

@@ -75,12 +75,16 @@ class ClientLink:
     def num_sessions(self) -> int:
         return len(self._by_peer)
 
-    def tick(self) -> None:
-        """End the sessions of clients that fell silent."""
+    def tick(self) -> float:
+        """End the sessions of clients that fell silent; return when to look again."""
         now = self._front.clock.now()
+        due = now + wire.PEER_TIMEOUT
         for client in list(self._by_peer.values()):
             if now - client.session.heard_at > wire.PEER_TIMEOUT:
                 self._forget(client)
+            else:
+                due = min(due, client.session.heard_at + wire.PEER_TIMEOUT)
+        return due
 
     def say_goodbye(self) -> None:
         """Tell every client to go elsewhere; their requests stay unended."""

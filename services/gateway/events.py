@@ -40,7 +40,7 @@ class FromRouter(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Time went by; wanted several times a second."""
+    """Time went by; wanted at ``GatewayState.wake_at``."""
 
 
 class Unsent(Struct, frozen=True):

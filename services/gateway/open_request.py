@@ -30,6 +30,14 @@ class OpenRequest(Struct):
         """It was under way before, so its client must not see a transient refusal."""
         return self.attempts > 1 or bool(self.output)
 
+    def due(self, *, connected: bool) -> float:
+        """Return when time alone changes something; nothing is offered to an absent router."""
+        if self.stop_until is not None:
+            return self.stop_until
+        if self.retry_at is None or not connected:
+            return self.deadline
+        return min(self.deadline, self.retry_at)
+
     def whole(self, max_model_len: int) -> FinishReason | None:
         """Tell whether the output is already complete (its ``Ended`` was then lost)."""
         output, sampling = self.output, self.request.sampling

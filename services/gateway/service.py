@@ -29,8 +29,6 @@ from shared.transport.security import security_for
 
 log = logging.getLogger(__name__)
 
-TICK = 0.25
-"""Seconds between two ticks of the state machine."""
 PATIENCE = 10.0
 """Seconds between two complaints about an absent router."""
 
@@ -127,8 +125,7 @@ class Gateway:
     async def _tick(self) -> None:
         while True:
             self.broker.tick()
-            self.clients.tick()
-            await asyncio.sleep(TICK)
+            await self.broker.rest(self.clients.tick())
 
     def _send(self, message: FromGateway) -> bool:
         return self._link.send(message)

@@ -25,6 +25,7 @@ from services.gateway.events import (
     Unsent,
 )
 from services.gateway.open_request import OpenRequest
+from services.gateway.refusals import no_router, shutting_down, too_late, too_many
 from shared.errors import ErrorPayload
 from shared.ids import GatewayId, Incarnation, RequestId
 from shared.messages.gateway_router import (
@@ -70,7 +71,10 @@ class GatewayCounters(Struct):
 
 
 class GatewayState:
-    """Open requests of one gateway. ``max_open`` bounds them, ``silence`` is in seconds."""
+    """Open requests of one gateway. ``max_open`` bounds them, ``silence`` is in seconds.
+
+    A ``Tick`` is wanted at ``wake_at``, which every event may change; an earlier one does no harm.
+    """
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class GatewayState:
         self._outage_since: float | None = now
         self._heard_at = now
         self._sent_at = float("-inf")
+        self._open_due = float("inf")
         self.draining = False
         self.counters = GatewayCounters()
 
@@ -107,25 +112,24 @@ class GatewayState:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def wake_at(self) -> float:
+        """When time alone makes something happen."""
+        due = self._open_due
+        if self._outage_since is None:
+            due = min(due, self._heard_at + self._silence)
+        elif self._open:
+            due = min(due, self._outage_since + OUTAGE_LIMIT)
+        return min(due, self._beat_due())
+
     def refusal(self, count: int, now: float) -> ErrorPayload | None:
         """Say why ``count`` more requests cannot be taken, None if they can."""
         if self.draining:
-            return ErrorPayload(
-                code="no_worker",
-                message="the gateway is shutting down",
-                retryable=True,
-                retry_after=1.0,
-            )
+            return shutting_down()
         if len(self._open) + count > self._max_open:
-            return ErrorPayload(
-                code="overloaded",
-                message=f"{len(self._open)} requests are open and {count} more would exceed "
-                f"the limit of {self._max_open} (gateway.max_open)",
-                retryable=True,
-                retry_after=1.0,
-            )
+            return too_many(len(self._open), count, self._max_open)
         if self._outage_since is not None and now - self._outage_since > OUTAGE_LIMIT:
-            return _no_router()
+            return no_router()
         return None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -151,6 +155,7 @@ class GatewayState:
         assert wired == self._wire
         for opened in self._open.values():
             assert len(opened.output) <= opened.request.sampling.max_tokens
+            assert self._open_due <= opened.due(connected=self.connected)
             assert not (opened.wire_id is None and self.connected and opened.retry_at is None)
 
     def _from_router(self, message: ToGateway, now: float) -> list[Effect]:
@@ -176,6 +181,7 @@ class GatewayState:
             return [Finished(request_id=request_id, error=error)]
         opened = OpenRequest(event.request, event.deadline, list(event.request.output_ids))
         self._open[request_id] = opened
+        self._watch(opened)
         return self._dispatch(opened, now) if self.connected else []
 
     def _dispatch(self, opened: OpenRequest, now: float) -> list[Effect]:
@@ -254,6 +260,7 @@ class GatewayState:
             opened.patience = now + OUTAGE_LIMIT
         if (settling or resumed) and now < opened.patience:
             opened.retry_at = now + RETRY_AFTER
+            self._watch(opened)
             return []
         return self._fail(opened, error)
 
@@ -298,6 +305,7 @@ class GatewayState:
         if opened.wire_id is None:
             return [self._finish(opened, Finished(request_id=request_id))]
         opened.stop_until = now + STOP_TIMEOUT
+        self._watch(opened)
         return [Send(CancelRequest(request_id=opened.wire_id))]
 
     def _abandon(self, request_id: RequestId) -> list[Effect]:
@@ -309,34 +317,44 @@ class GatewayState:
         if opened is not None:
             self._forget_wire(opened)
             opened.retry_at = now + RETRY_AFTER
+            self._watch(opened)
         return []
+
+    def _watch(self, opened: OpenRequest) -> None:
+        """Have a tick no later than when this request wants one."""
+        self._open_due = min(self._open_due, opened.due(connected=self.connected))
 
     def _tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if self.connected and now - self._heard_at > self._silence:
             effects += self._lose_router(now)
-        elif now - self._sent_at >= self._beat_interval(now):
+        elif now >= self._beat_due():
             self._sent_at = now
             effects.append(Send(GatewayPing() if self.connected else self._hello))
         outage = self._outage_since is not None and now - self._outage_since > OUTAGE_LIMIT
+        if now < self._open_due and not outage:
+            return effects
         for opened in list(self._open.values()):
             if opened.stop_until is not None:
-                if now >= opened.stop_until:
+                if now >= opened.stop_until or outage:
                     effects += self._cancel_wire(opened)
                     done = Finished(request_id=opened.request.request_id)
                     effects.append(self._finish(opened, done))
             elif now >= opened.deadline:
-                effects += self._fail(opened, _too_late())
+                effects += self._fail(opened, too_late())
             elif outage:
-                effects += self._fail(opened, _no_router())
+                effects += self._fail(opened, no_router())
             elif opened.retry_at is not None and now >= opened.retry_at and self.connected:
                 effects += self._dispatch(opened, now)
+        dues = (o.due(connected=self.connected) for o in self._open.values())
+        self._open_due = min(dues, default=float("inf"))
         return effects
 
-    def _beat_interval(self, now: float) -> float:
-        """Seconds between beats; hellos to a router long gone pile up in the link's outbox."""
-        long_gone = self._outage_since is not None and now - self._outage_since > OUTAGE_LIMIT
-        return SLOW_INTERVAL if long_gone else PING_INTERVAL
+    def _beat_due(self) -> float:
+        """When to beat next; hellos to a router long gone pile up in the link's outbox."""
+        soon = self._sent_at + PING_INTERVAL
+        long_gone = self._outage_since is not None and soon - self._outage_since > OUTAGE_LIMIT
+        return self._sent_at + SLOW_INTERVAL if long_gone else soon
 
     def _lose_router(self, now: float) -> list[Effect]:
         if self._outage_since is None:
@@ -367,18 +385,3 @@ class GatewayState:
         if opened.wire_id is not None:
             self._wire.pop(opened.wire_id, None)
             opened.wire_id = None
-
-
-def _no_router() -> ErrorPayload:
-    return ErrorPayload(
-        code="no_worker",
-        message="the router cannot be reached",
-        retryable=True,
-        retry_after=2.0,
-    )
-
-
-def _too_late() -> ErrorPayload:
-    return ErrorPayload(
-        code="deadline_exceeded", message="the request's time is up", retryable=True
-    )

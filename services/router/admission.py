@@ -113,6 +113,11 @@ class AdmissionQueue:
                 self._left.append(now)
                 start(request, placement)
 
+    def held_until(self, now: float) -> float:
+        """Return when the next request that is held back may run; infinity without one."""
+        held = (r.not_before for r in self._resumed if r.not_before > now)
+        return min(held, default=math.inf)
+
     def retry_after(self, now: float) -> float:
         """Estimate in seconds when the queue will have emptied, from how it emptied lately."""
         if len(self._left) < 2 or now <= self._left[0]:

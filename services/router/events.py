@@ -41,7 +41,7 @@ class GatewayUnreachable(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Time passed. ``rejected_frames`` is the links' total of malformed frames."""
+    """Time passed. ``rejected_frames`` is the links' total of malformed frames so far."""
 
     rejected_frames: int = 0
 

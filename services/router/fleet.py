@@ -40,7 +40,8 @@ class Fleet:
     """Health is judged by messages handled, never by load.
 
     lost: silent for ``worker_timeout``, unreachable, or its process ended. hung: busy, but no
-    step finished for ``hung_after``. Either way its work moves at once.
+    step finished for ``hung_after``. Either way its work moves at once. ``due``: no worker
+    becomes one of these by mere silence before that moment.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Fleet:
         outbox: Outbox,
     ) -> None:
         self.by_peer = workers
+        self.due = float("inf")
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self.compatibility: Compatibility | None = None
         self._config = config
@@ -103,6 +105,7 @@ class Fleet:
         self.compatibility = worker.hello.compatibility
         worker.progress_at = now
         self._back(worker)
+        self._watch(worker)
         self._cancel_abandoned(worker)
 
     def stranger(self, peer: bytes) -> None:
@@ -119,6 +122,8 @@ class Fleet:
         worker.counters = message.counters
         worker.pairs = message.pairs
         self.progress(worker, message.step, now, idle=not load.busy)
+        if load.busy:
+            self._watch(worker)
         self._stopping(worker, message.draining and not worker.drain_ordered)
         if not (load.busy or load.waiting or load.receiving or load.running or load.held):
             self._find_lost_dispatches(worker, now)
@@ -131,6 +136,7 @@ class Fleet:
         worker.progress_at = now
         if worker.health == "hung":
             self._back(worker)
+            self._watch(worker)
 
     def bye(self, worker: Worker, now: float) -> None:
         """An orderly exit. Held KV needs no care: the worker outlived its leases."""
@@ -153,6 +159,7 @@ class Fleet:
 
     def tick(self, now: float) -> None:
         """Judge silence and standing steps."""
+        self.due = float("inf")
         for worker in list(self.by_peer.values()):
             if worker.health == "lost":
                 continue
@@ -164,6 +171,7 @@ class Fleet:
             ):
                 worker.health = "hung"
                 self._move_work(worker, f"hangs: no step for {standing:.1f} s", now, tell=True)
+            self._watch(worker)
 
     def beat(self) -> None:
         """Tell the workers that the router lives."""
@@ -193,6 +201,7 @@ class Fleet:
                 assert not worker.legs
             else:
                 assert worker.hello.compatibility == self.compatibility
+            assert self.due <= self._due(worker)
 
     def _add(self, peer: bytes, message: WorkerHello, now: float) -> Worker:
         while len(self.by_peer) >= MAX_WORKERS:
@@ -207,12 +216,25 @@ class Fleet:
             progress_at=now,
         )
         self.by_peer[peer] = worker
+        self._watch(worker)
         former = self._departed.pop(peer, None)
         if former is not None and former.incarnation == message.incarnation:
             worker.abandoned.extend(former.abandoned)
         self._outbox.effects.append(WatchProcess(peer, message.pid, message.host))
         self._outbox.note(f"worker {message.worker} ({message.role}) joined")
         return worker
+
+    def _due(self, worker: Worker) -> float:
+        """Return when this worker is lost or hung unless it says or does something."""
+        if worker.health == "lost":
+            return float("inf")
+        due = worker.last_heard + self._config.worker_timeout
+        if worker.load.busy and worker.health != "hung":
+            due = min(due, worker.progress_at + self._config.hung_after)
+        return due
+
+    def _watch(self, worker: Worker) -> None:
+        self.due = min(self.due, self._due(worker))
 
     def _objection(self, known: Worker | None, message: WorkerHello) -> DiptychError | None:
         offered = message.compatibility

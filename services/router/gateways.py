@@ -14,7 +14,10 @@ MAX_GATEWAYS = 256
 
 
 class Gateways:
-    """``timeout``: seconds of silence after which a gateway is gone."""
+    """``timeout``: seconds of silence after which a gateway is gone.
+
+    ``due``: none falls victim to that before this moment.
+    """
 
     def __init__(
         self,
@@ -25,6 +28,7 @@ class Gateways:
         counters: Counters,
     ) -> None:
         self.by_peer: dict[bytes, Gateway] = {}
+        self.due = float("inf")
         self._incarnation = incarnation
         self._timeout = timeout
         self._requests = requests
@@ -60,6 +64,7 @@ class Gateways:
             self._outbox.note(f"gateway {message.gateway} joined")
         gateway = self.by_peer[peer]
         gateway.last_heard = now
+        self.due = min(self.due, now + self._timeout)
         self._outbox.gateway(gateway, RouterWelcome(incarnation=self._incarnation))
 
     def stranger(self, peer: bytes) -> None:
@@ -84,9 +89,12 @@ class Gateways:
 
     def tick(self, now: float) -> None:
         """Drop the silent."""
+        self.due = float("inf")
         for gateway in list(self.by_peer.values()):
             if now - gateway.last_heard > self._timeout:
                 self.drop(gateway, f"silent for {now - gateway.last_heard:.1f} s")
+            else:
+                self.due = min(self.due, gateway.last_heard + self._timeout)
 
     def forgive(self, seconds: float, now: float) -> None:
         """The router itself stood still so long: nobody could be heard."""
@@ -98,5 +106,6 @@ class Gateways:
         assert len(self.by_peer) <= MAX_GATEWAYS and len(self._dropped) <= MAX_GATEWAYS
         for peer, gateway in self.by_peer.items():
             assert gateway.peer == peer and peer not in self._dropped
+            assert self.due <= gateway.last_heard + self._timeout
             for request_id in gateway.requests:
                 assert request_id in self._requests.open

@@ -31,7 +31,10 @@ was admitted before."""
 
 
 class Requests:
-    """The table of open requests, the queue in front of it, and its end."""
+    """The table of open requests, the queue in front of it, and its end.
+
+    Before ``due`` no request runs out of time and none may be placed by time alone.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,11 @@ class Requests:
         self._outbox = outbox
         self._counters = counters
         self._started = started
+        self._next_end = self._next_start = float("inf")
+
+    @property
+    def due(self) -> float:
+        return min(self._next_end, self._next_start)
 
     def settled(self, now: float) -> bool:
         """Whether the fleet had the time to introduce itself to this router."""
@@ -83,6 +91,7 @@ class Requests:
             progress=len(request.output_ids),
         )
         self.open[request.request_id] = gateway.requests[request.request_id] = opened
+        self._next_end = min(self._next_end, opened.deadline)
         self._counters.accepted += 1
         reason = whole(opened) if request.output_ids else None
         if reason is not None:
@@ -139,19 +148,26 @@ class Requests:
 
     def place_all(self, workers: Iterable[Worker], now: float) -> None:
         """Start whatever there is room for."""
+        self._next_start = float("inf")
         if not len(self.queue):
             return
         choose = partial(self._choose, list(workers), now)
         self.queue.drain(choose, partial(self._start, now), now)
+        self._next_start = self.queue.held_until(now)
+        if len(self.queue) and not self.settled(now):
+            self._next_start = min(self._next_start, self._started + SETTLE_TIME)
 
     def expire(self, now: float) -> None:
         """End what has run out of time, queued or running."""
+        if now < self._next_end:
+            return
         for request in [r for r in self.open.values() if r.deadline <= now]:
             where = "in the queue" if request.phase == "queued" else "while running"
             error = DeadlineExceeded(
                 f"the request's time of {request.request.ttl:g} s ended {where}"
             )
             self.end(request, error=error.payload())
+        self._next_end = min((r.deadline for r in self.open.values()), default=float("inf"))
 
     def fail_all(self, error: Callable[[], ErrorPayload]) -> None:
         """End everything that is still open."""
@@ -166,6 +182,7 @@ class Requests:
         for request_id, request in self.open.items():
             assert request.request.request_id == request_id
             assert request.gateway.requests.get(request_id) is request
+            assert self._next_end <= request.deadline
             kinds = (
                 None if request.prefill is None else request.prefill.kind,
                 None if request.decode is None else request.decode.kind,

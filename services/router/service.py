@@ -1,7 +1,6 @@
 """The router's sockets, clock and process watches around ``RouterState``."""
 
 import asyncio
-import contextlib
 import logging
 
 import zmq
@@ -27,20 +26,18 @@ from services.router.events import (
     WorkerUnreachable,
 )
 from services.router.state import RouterState
+from shared.alarm import Alarm
 from shared.clock import Clock
 from shared.config import SecuritySection
 from shared.errors import ResourceMissing
 from shared.ids import HostId, Incarnation
-from shared.messages.gateway_router import FromGateway, ToGateway
+from shared.messages.gateway_router import FleetQuery, FromGateway, ToGateway
 from shared.messages.router_worker import FromWorker, ToWorker
 from shared.transport.link import RouterLink
 from shared.transport.liveness import PidWatch, watch_pid
 from shared.transport.security import security_for
 
 log = logging.getLogger(__name__)
-
-TICK = 0.05
-"""Seconds between two looks at deadlines, silence and held-back retries."""
 
 LAST_WORDS = 0.02
 """Seconds between the end of a worker's process and taking it for gone."""
@@ -68,7 +65,8 @@ class RouterService:
         self._watches: dict[bytes, PidWatch] = {}
         self._pending: list[Event] = []
         self._busy = False
-        self._stopped = asyncio.Event()
+        self._alarm = Alarm(clock)
+        self._stopped = False
         self._gateways: RouterLink[FromGateway, ToGateway] | None = None
         self._workers: RouterLink[FromWorker, ToWorker] | None = None
 
@@ -78,7 +76,7 @@ class RouterService:
             self._context,
             gateways,
             FromGateway,
-            lambda peer, message: self.feed(GatewayMessage(peer, message)),
+            self._hear_gateway,
             security=security_for(gateways, security, "bind"),
         )
         self._workers = RouterLink(
@@ -91,13 +89,17 @@ class RouterService:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set or a ``Drain`` came, and everything open has ended."""
-        while not self._stopped.is_set():
-            if stop.is_set():
-                self.feed(DrainRouter())
-            self.feed(Tick(self._rejected()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK):
-                    await self._stopped.wait()
+        stopping = asyncio.create_task(stop.wait())
+        stopping.add_done_callback(lambda _: self._alarm.no_later_than(0.0))
+        try:
+            while not self._stopped:
+                if stop.is_set():
+                    self.feed(DrainRouter())
+                self.feed(Tick(self._rejected()))
+                if not self._stopped:
+                    await self._alarm.sleep_until(self.state.wake_at)
+        finally:
+            stopping.cancel()
         await asyncio.sleep(FAREWELL)
 
     def close(self) -> None:
@@ -125,6 +127,12 @@ class RouterService:
                     self._perform(effect)
         finally:
             self._busy = False
+        self._alarm.no_later_than(0.0 if self._stopped else self.state.wake_at)
+
+    def _hear_gateway(self, peer: bytes, message: FromGateway) -> None:
+        if isinstance(message, FleetQuery):
+            self.feed(Tick(self._rejected()))  # its answer has this count, too
+        self.feed(GatewayMessage(peer, message))
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, SendGateway):
@@ -142,7 +150,7 @@ class RouterService:
             if watch is not None:
                 watch.cancel()
         elif isinstance(effect, Stop):
-            self._stopped.set()
+            self._stopped = True
 
     def _watch(self, effect: WatchProcess) -> None:
         if effect.host != self._host:

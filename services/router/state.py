@@ -48,17 +48,20 @@ from shared.messages.router_worker import (
 
 BEAT_INTERVAL = 1.0
 STALL = 1.0
-"""A gap between two ticks, in seconds, that says the router itself stood still."""
+"""Seconds by which a tick is late that say the router itself stood still."""
 
 
 class RouterState:
-    """``handle`` is the only entrance; ``now`` is monotonic seconds and never goes back."""
+    """``handle`` is the only entrance; ``now`` is monotonic seconds and never goes back.
+
+    A ``Tick`` is wanted at ``wake_at``, which every event may change; an earlier one does no harm.
+    """
 
     def __init__(self, config: RouterConfig, incarnation: Incarnation, now: float) -> None:
         self.config = config
         self.incarnation = incarnation
         self.counters = Counters()
-        self._started = self._ticked = now
+        self._started = self.wake_at = now
         self._beaten = float("-inf")
         self._closed_seen = 0
         self._drain_until: float | None = None
@@ -91,6 +94,7 @@ class RouterState:
         if not tokens_only or self.legs.closed != self._closed_seen:
             self._closed_seen = self.legs.closed
             self.requests.place_all(self.fleet.by_peer.values(), now)
+        self.wake_at = self._due()
         if self._drain_until is not None and not self.requests.open:
             self._outbox.effects.append(Stop())
         return self._outbox.take()
@@ -131,6 +135,7 @@ class RouterState:
         assert self.counters.accepted == ends + len(self.requests.open)
         for leg in self.legs.by_id.values():
             assert self.requests.open[leg.open.request.request_id] is leg.open
+        assert self.wake_at <= self._due()
 
     def _worker_message(self, event: WorkerMessage, now: float) -> None:
         message, peer = event.message, event.peer
@@ -206,10 +211,10 @@ class RouterState:
 
     def _tick(self, event: Tick, now: float) -> None:
         self.counters.rejected_frames = event.rejected_frames
-        gap, self._ticked = now - self._ticked, now
-        if gap > STALL:
-            self.fleet.forgive(gap, now)
-            self.gateways.forgive(gap, now)
+        late = now - self.wake_at
+        if late > STALL:
+            self.fleet.forgive(late, now)
+            self.gateways.forgive(late, now)
         self.fleet.tick(now)
         self.gateways.tick(now)
         self.requests.expire(now)
@@ -219,6 +224,14 @@ class RouterState:
             self._beaten = now
             self.fleet.beat()
             self._charge_growth()
+
+    def _due(self) -> float:
+        """Return when time alone makes something happen, at the latest when a beat is due."""
+        due = min(self._beaten + BEAT_INTERVAL, self.fleet.due, self.gateways.due)
+        due = min(due, self.requests.due)
+        if self._drain_until is not None and self.requests.open:
+            due = min(due, self._drain_until)
+        return due
 
     def _charge_growth(self) -> None:
         """Count blocks of outputs that became longer than was predicted for them."""

@@ -85,6 +85,7 @@ class World:
         self.effects = self.state.handle(event, self.now)
         if self.checked:
             self.state.check()
+            assert self.state.wake_at >= self.now or not isinstance(event, Tick)
         return self.effects
 
     def wait(self, seconds: float, *alive: bytes) -> list[Effect]:

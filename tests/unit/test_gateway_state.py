@@ -13,7 +13,13 @@ from services.gateway.events import (
     Tick,
     Unsent,
 )
-from services.gateway.state import MAX_FAULTS, OUTAGE_LIMIT, SETTLE_TIME, GatewayState
+from services.gateway.state import (
+    MAX_FAULTS,
+    OUTAGE_LIMIT,
+    SETTLE_TIME,
+    STOP_TIMEOUT,
+    GatewayState,
+)
 from shared.errors import ErrorCode, ErrorPayload
 from shared.ids import RequestId
 from shared.messages.gateway_router import (
@@ -67,6 +73,32 @@ def test_new_router_gets_the_rest_of_every_open_request() -> None:
     assert rest.ttl == pytest.approx(97.0)
     assert received(state.handle(tokens(wire, 2), 3.0)) == []
     assert received(state.handle(tokens(rest.request_id, 2), 3.0)) == [12]
+
+
+def test_an_idle_gateway_wants_to_wake_for_its_beats_only() -> None:
+    state, now, woken = make(), 0.0, 0
+    while now < 10.0:
+        now = max(now, state.wake_at)
+        state.handle(Tick(), now)
+        say(state, RouterPong(incarnation=FIRST), now)
+        woken += 1
+    assert woken <= 12
+
+
+def test_every_deadline_of_a_request_wakes_the_gateway() -> None:
+    state = make()
+    state.handle(Tick(), 0.0)
+    state.handle(submit(deadline=0.5), 0.0)
+    assert state.wake_at <= 0.5
+    assert finished(state.handle(Tick(), state.wake_at))
+    wire = started(state)
+    state.handle(tokens(wire, 0), 0.6)
+    error = ErrorPayload(code="overloaded", message="full", retryable=True)
+    say(state, Ended(request_id=wire, error=error), 0.6)
+    (again,) = generated(state.handle(Tick(), 1.0 + state.wake_at))
+    assert again.output_ids == (10,)
+    state.handle(Stop(RID), 2.0)
+    assert state.wake_at <= 2.0 + STOP_TIMEOUT
 
 
 def test_silent_router_is_greeted_and_gets_everything_again() -> None:

@@ -92,6 +92,7 @@ class RandomRouter(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.do(Tick())
+        assert self.state.wake_at >= self.now, "it would tick for ever"
 
     @rule(restarted=st.booleans())
     def welcome(self, restarted: bool) -> None:

@@ -7,12 +7,13 @@ from services.router.effects import UnwatchProcess, WatchProcess
 from services.router.events import (
     ChangeRole,
     DrainWorkerRequested,
+    GatewayMessage,
     Tick,
     WorkerExited,
     WorkerMessage,
 )
 from shared.ids import DispatchId, WorkerId
-from shared.messages.gateway_router import Ended
+from shared.messages.gateway_router import Ended, GatewayPing
 from shared.messages.hello import WIRE_VERSION
 from shared.messages.router_worker import (
     CancelWork,
@@ -287,3 +288,36 @@ def test_status_tells_what_the_router_knows() -> None:
     assert status.workers[0].load.receiving == 1 and status.workers[0].age == 0.25
     assert (status.open_requests, status.queued, status.draining) == (1, 0, False)
     assert status.counters.decisions == {"split": 1}
+
+
+def test_an_idle_router_wants_to_wake_for_its_beats_only() -> None:
+    """It looked at every deadline twenty times a second, which cost more than its work."""
+    world = SplitWorld()
+    woken = 0
+    end = world.now + 10.0
+    while world.state.wake_at < end:
+        world.now = max(world.now, world.state.wake_at)
+        for peer in (*world.prefills, *world.decodes):
+            world.report(peer)
+        world.handle(GatewayMessage(world.gate, GatewayPing()))
+        world.handle(Tick())
+        woken += 1
+    assert woken <= 11
+
+
+def test_every_deadline_wakes_the_router_in_time() -> None:
+    world = SplitWorld(worker_timeout=3.25, hung_after=0.75)
+    world.generate(world.gate, "r", ttl=0.5)
+    assert world.state.wake_at <= world.now + 0.5
+    world.now = world.state.wake_at
+    world.handle(Tick())
+    assert world.one(world.gate, Ended).error.code == "deadline_exceeded"
+    world.report(world.decodes[0], 1, busy=True)
+    assert world.state.wake_at <= world.now + 0.75
+    while world.health(world.prefills[0]) == "ready":
+        assert world.now <= world.state.wake_at <= world.now + 1.0
+        world.now = world.state.wake_at + 0.001
+        world.handle(Tick())
+        world.handle(GatewayMessage(world.gate, GatewayPing()))
+    assert world.now - world.state.fleet.by_peer[world.prefills[0]].last_heard < 3.3
+    assert world.health(world.decodes[0]) == "hung"
