@@ -14,7 +14,7 @@ up: $(READY)
 	@exec $(BIN)/diptych up --die-with-parent $(CONFIG)
 
 test: $(READY)
-	@$(BIN)/diptych fetch
+	@$(BIN)/diptych prepare
 	$(BIN)/pytest -m "not gpu" -n 2 tests/unit tests/transport
 	$(BIN)/pytest -m "not gpu" -n 2 --dist loadfile tests/system tests/faults
 
@@ -30,7 +30,7 @@ fmt: $(READY)
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(READY)
-	@$(BIN)/diptych fetch
+	@$(BIN)/diptych prepare $(CONFIG)
 	$(BIN)/diptych bench serve --config $(CONFIG)
 
 soak: $(READY)

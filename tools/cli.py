@@ -108,17 +108,18 @@ def fetch(
 
 @app.command()
 def prepare(config: ConfigArgument = DEFAULT_CONFIG) -> None:
-    """Fetch, check and convert the model of a deployment, as `up` does before it starts.
+    """Fetch, check and convert a deployment's model and compile kernels, as `up` does first.
 
     Done already, it only checks. Container images run it once, before the services.
 
     Example: `diptych prepare configs/compose.yaml`
     """
     from shared.config import load_deployment
-    from tools.doctor.preflight import convert_model, fetch_model
+    from tools.doctor.preflight import build_kernels, convert_model, fetch_model
 
     deployment, console = load_deployment(config), Console(stderr=True)
     fetch_model(deployment, console)
+    build_kernels(console)
     convert_model(deployment, console)
 
 

@@ -8,6 +8,8 @@ holds no compiler; such a library serves as long as sources, flags and torch are
 """
 
 import hashlib
+import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -18,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-import torch
 from msgspec import Struct
 
 from shared.file_lock import LockTimeout, file_lock
@@ -139,7 +140,7 @@ def compile_all(
         _run([compiler, *flags, *job.flags, "-c", source, "-o", str(out)])
         return out
 
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(one, jobs))
 
 
@@ -157,7 +158,7 @@ def _build_into(target: Path, compiler: str) -> None:
             shutil.rmtree(leftover)
     partial.mkdir()
     try:
-        root = Path(torch.__file__).parent
+        root = _torch_root()
         includes = tuple(
             part
             for folder in (root / "include", root / "include/torch/csrc/api/include")
@@ -180,7 +181,7 @@ def _build_into(target: Path, compiler: str) -> None:
 def _fingerprint(compiler: str | None = None) -> str:
     """Return the name of what the sources become, by ``compiler`` or by any."""
     digest = hashlib.sha256()
-    described: tuple[object, ...] = (torch.__version__, platform.machine(), _FLAGS, TIERS)
+    described: tuple[object, ...] = (_torch_version(), platform.machine(), _FLAGS, TIERS)
     if compiler is not None:
         described += (compiler, _run([compiler, "--version"]).splitlines()[0])
     digest.update(repr(described).encode())
@@ -188,6 +189,29 @@ def _fingerprint(compiler: str | None = None) -> str:
         if path.suffix in (".cpp", ".h"):
             digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _torch_root() -> Path:
+    """Return the folder of torch without importing it, which takes a second."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise KernelsUnavailable("torch is not installed")
+    return Path(spec.origin).parent
+
+
+def _torch_version() -> str:
+    spec = importlib.util.spec_from_file_location("torch_version", _torch_root() / "version.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.__version__)
+
+
+def is_built() -> bool:
+    """Say whether ``build`` has nothing left to do. Raises ``KernelsUnavailable`` as it does."""
+    if (SHIPPED_DIR / _fingerprint() / _LIBRARY).is_file():
+        return True
+    return (cache_dir() / "kernels" / _fingerprint(find_compiler()) / _LIBRARY).is_file()
 
 
 def _run(command: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """The doctor finds what is wrong, and its sentence says what to do."""
 
+import io
 import json
 import socket
 import struct
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from shared.config import Deployment
 from shared.errors import BadConfig, DiptychError, NotFound, ResourceMissing
+from shared.kernels.build import KernelsUnavailable
 from tools.doctor import deployment as deployment_checks
+from tools.doctor import machine, preflight
 from tools.doctor.deployment import check_endpoints, check_memory, check_port
 from tools.doctor.doctor import examine
 from tools.doctor.gguf_header import summarise
@@ -154,7 +158,24 @@ def test_shared_memory_works_here() -> None:
 
 def test_machine_lines_are_complete() -> None:
     topics = [finding.topic for finding in check_machine()]
-    assert topics == ["python", "packages", "processor", "shared memory", "compiler"]
+    assert topics == ["python", "packages", "processor", "shared memory", "compiler", "kernels"]
+
+
+def test_kernels_that_cannot_be_built_are_a_warning_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serving would be slow for a reason that only a worker's log holds."""
+
+    def unavailable() -> None:
+        raise KernelsUnavailable("no C++ compiler found")
+
+    for module in (preflight, machine):
+        monkeypatch.setattr(module, "is_built", unavailable)
+    console = Console(record=True, file=io.StringIO(), width=200)
+    preflight.build_kernels(console)
+    assert "serving is slow: no C++ compiler found" in console.export_text()
+    (finding,) = [f for f in check_machine() if f.topic == "kernels"]
+    assert (finding.level, "no C++ compiler found" in finding.text) == ("warn", True)
 
 
 def test_examine_reports_a_bad_key_with_its_path(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from shared.errors import ResourceMissing
+from shared.kernels.build import KernelsUnavailable, is_built
 from tools.doctor.finding import Finding, attempt, fail, ok, warn
 
 _PROBE = b"diptych"
@@ -26,6 +27,7 @@ def check_machine() -> list[Finding]:
         _processor(),
         attempt("shared memory", check_shared_memory),
         _compiler(),
+        _kernels(),
     ]
 
 
@@ -121,3 +123,11 @@ def _compiler() -> Finding:
     if found is None:
         return warn("compiler", "no C++ compiler; on Debian and Ubuntu: apt install g++")
     return ok("compiler", found)
+
+
+def _kernels() -> Finding:
+    try:
+        built = is_built()
+    except KernelsUnavailable as error:
+        return warn("kernels", f"{error}; slower ones in plain torch run instead")
+    return ok("kernels", "compiled" if built else "will be compiled at the first start, once")

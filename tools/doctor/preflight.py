@@ -8,6 +8,7 @@ from rich.console import Console
 
 from shared.config import Deployment
 from shared.errors import ResourceMissing
+from shared.kernels.build import KernelsUnavailable, build, is_built
 from shared.known_models import KNOWN_MODELS
 from tools.doctor.deployment import check_endpoints, check_memory, check_port
 from tools.doctor.machine import check_shared_memory
@@ -27,11 +28,14 @@ def require_machine(deployment: Deployment) -> None:
 def prepare_model(deployment: Deployment, console: Console) -> None:
     """Fetch a known model that is not there, check it, its fit into memory, and convert it.
 
+    Kernels are compiled as well: no worker should find itself doing that.
+
     Raises:
         DiptychError: no model, a damaged one, or too little memory.
     """
     files = fetch_model(deployment, console)
     check_memory(deployment, files.parameters)
+    build_kernels(console)
     convert_model(deployment, console)
 
 
@@ -45,6 +49,16 @@ def fetch_model(deployment: Deployment, console: Console) -> ModelFiles:
     if known is not None and not is_fetched(known):
         fetch(known, console)
     return inspect_model(deployment.model.path)
+
+
+def build_kernels(console: Console) -> None:
+    """Compile the kernels if that was not done yet; say what it means where that fails."""
+    try:
+        if not is_built():
+            with console.status("compiling kernels for this machine, once; a minute or so"):
+                build()
+    except KernelsUnavailable as error:
+        console.print(f"[yellow]warning[/] no native kernels, so serving is slow: {error}")
 
 
 def convert_model(deployment: Deployment, console: Console) -> None:
