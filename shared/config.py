@@ -92,12 +92,15 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Admission and placement.
 
     A prompt with fewer than ``split_threshold`` uncached tokens is not split.
-    ``on_no_prefill``: what to do when no prefill worker is ready.
+    ``spill_tokens``: with more prompt tokens than this waiting for a prefill worker, a decode
+    worker with less to do computes the prompt itself; null never. ``on_no_prefill``: what to do
+    when no prefill worker is ready.
     """
 
     split_threshold: NonNegative = 64
     max_queue: Positive = 256
     max_queued_tokens: Positive = 262_144
+    spill_tokens: Positive | None = 4096
     on_no_prefill: Literal["local", "wait", "fail"] = "local"
     max_retries: NonNegative = 8
     worker_timeout: Seconds = Seconds(5.0)

@@ -8,12 +8,15 @@ from shared.config import Deployment, DeploymentType
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
-    """Policy and bounds; times are seconds, ``split_threshold`` and the queue count tokens."""
+    """Policy and bounds; times are seconds, ``split_threshold``, ``spill_tokens`` and the queue
+    count tokens.
+    """
 
     deployment_type: DeploymentType = "split"
     split_threshold: int = 64
     max_queue: int = 256
     max_queued_tokens: int = 262_144
+    spill_tokens: int | None = 4096
     on_no_prefill: Literal["local", "wait", "fail"] = "local"
     max_retries: int = 8
     worker_timeout: float = 5.0
@@ -29,6 +32,7 @@ def router_config(deployment: Deployment) -> RouterConfig:
         split_threshold=section.split_threshold,
         max_queue=section.max_queue,
         max_queued_tokens=section.max_queued_tokens,
+        spill_tokens=section.spill_tokens,
         on_no_prefill=section.on_no_prefill,
         max_retries=section.max_retries,
         worker_timeout=section.worker_timeout,

@@ -22,6 +22,9 @@ MAX_PREDICTED_GROWTH = 1024
 STREAM_COST = 32
 """What one running stream slows a prefill beside it, in prompt tokens."""
 
+SPILL_FACTOR = 2
+"""A decode worker computes prompts so many times slower than an idle prefill worker."""
+
 
 class Pair(Struct, frozen=True):
     """Split: both workers have room."""
@@ -152,7 +155,22 @@ def place(
     prefill = best_prefill(large_enough or prefills, need, request.avoid)
     if prefill is None:
         return Wait(absent=False, reason="busy")
+    if not request.request.force_split and _spills(prefill, local, need, config):
+        return Local(local, "prefill_backlog")
     return Pair(prefill, _best_decode(decoders, need, request.avoid), "split")
+
+
+def _spills(prefill: Worker, local: Worker, need: Need, config: RouterConfig) -> bool:
+    """Whether the prompt had better be computed beside the decodes (Dynamo's local prefill).
+
+    Only once prefill is behind by ``spill_tokens``, as every chunk delays the streams there.
+    """
+    behind, there = prefill.pending_tokens, need.uncached(local) + local.pending_tokens
+    return (
+        config.spill_tokens is not None
+        and behind > config.spill_tokens
+        and SPILL_FACTOR * there < behind
+    )
 
 
 def of_role(workers: Iterable[Worker], role: Role) -> list[Worker]:

@@ -33,6 +33,24 @@ def test_the_threshold_decides_unless_a_split_is_forced(
     assert bool(world.to(world.decodes[0], Run)) == (reason != "split")
 
 
+def test_decode_computes_prompts_itself_once_prefill_is_far_behind() -> None:
+    """All prompts queue for one process while the other has time: half the machine idles."""
+    world = SplitWorld(spill_tokens=1000)
+    for number in range(5):
+        world.generate(world.gate, f"r{number}", 500)
+    assert world.decisions() == {"split": 4, "prefill_backlog": 1}
+    assert len(world.to(world.decodes[0], Run)) == 1
+
+
+def test_nothing_spills_where_that_is_forbidden_or_a_split_is_forced() -> None:
+    """Streams on decode would be delayed by chunks that somebody ruled out."""
+    for config, forced in (({"spill_tokens": None}, False), ({"spill_tokens": 1000}, True)):
+        world = SplitWorld(**config)
+        for number in range(5):
+            world.generate(world.gate, f"r{number}", 500, force_split=forced)
+        assert "prefill_backlog" not in world.decisions()
+
+
 def test_a_prompt_that_decode_has_cached_is_not_split() -> None:
     """The second turn of a chat costs decode a few tokens and prefill a whole hand-over."""
     world = SplitWorld()
