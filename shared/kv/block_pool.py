@@ -67,6 +67,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
+        self._partial: set[BlockId] = set()
         self._free = [BlockId(i) for i in reversed(range(num_blocks))]
         self._lru: dict[BlockId, None] = {}
         self._active = 0
@@ -135,19 +136,31 @@ class BlockPool:
                 self._active -= 1
                 self._settle(block)
 
-    def seal(self, block: BlockId, hash: BlockHash) -> None:
+    def seal(self, block: BlockId, hash: BlockHash, *, whole: bool = True) -> None:
         """Declare ``block`` full and written: prompts can find it under ``hash`` from now on.
 
-        When another block has this hash already, that one stays the entry and ``block``
-        becomes free once it is let go.
+        A block that is not ``whole`` lacks the KV of some layers. When another block has this
+        hash already, that one stays the entry and ``block`` becomes free once it is let go;
+        but a whole one takes the place of one that is not.
         """
         self._require_used([block])
         if self._hashes[block] not in (None, hash):
             raise ValueError(f"block {block} is sealed under another hash")
-        if not self._prefix_cache or hash in self._by_hash:
+        if not self._prefix_cache:
             return
+        former = self._by_hash.get(hash)
+        if former is not None:
+            if not whole or former not in self._partial or former == block:
+                return
+            self._forget(former)
         self._hashes[block] = hash
         self._by_hash[hash] = block
+        if not whole:
+            self._partial.add(block)
+
+    def is_whole(self, block: BlockId) -> bool:
+        """Return whether no layer's KV is missing in a block that ``match`` found."""
+        return block not in self._partial
 
     def generation(self, block: BlockId) -> int:
         """Return how often ``block`` was allocated so far."""
@@ -218,6 +231,7 @@ class BlockPool:
         _expect(self.stats().leased == len(states["leased"]), "leased blocks do not add up")
         index = {h: BlockId(b) for b, h in enumerate(self._hashes) if h is not None}
         _expect(index == self._by_hash, "the hash index differs from the blocks' hashes")
+        _expect(self._partial <= set(index.values()), "a partial block is not in the cache")
 
     def _idle_state(self, block: BlockId) -> str:
         if self._leases.count(block):
@@ -235,11 +249,22 @@ class BlockPool:
     def _evict(self) -> BlockId:
         block = next(iter(self._lru))
         del self._lru[block]
+        self._unseal(block)
+        return block
+
+    def _forget(self, block: BlockId) -> None:
+        """Take a block out of the prefix cache; one that nobody holds becomes free."""
+        self._unseal(block)
+        if block in self._lru:
+            del self._lru[block]
+            self._free.append(block)
+
+    def _unseal(self, block: BlockId) -> None:
         value = self._hashes[block]
         if value is not None:
             del self._by_hash[value]
         self._hashes[block] = None
-        return block
+        self._partial.discard(block)
 
     def _require_used(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:

@@ -82,7 +82,8 @@ class HandoverSink:
         key = SourceKey(source.worker, source.incarnation)
         for former in self._sources.former_lives(key):
             self.source_lost(former, _error(f"{key.worker} was restarted"))
-        pull = Pull(sequence, key, source.transfer, self._limits.layers, now)
+        windows = self._limits.windows or (None,) * self._limits.layers
+        pull = Pull(sequence, key, source.transfer, windows, now)
         self._pulls[pull.transfer] = pull
         self._by_sequence[sequence.order] = pull
         in_use = {p.source for p in self._pulls.values()}
@@ -266,6 +267,7 @@ class HandoverSink:
             self._tally.transfer_visible_seconds += visible
             self.pairs.arrived(pull.source.worker, visible)
             pull.sequence.computed = len(pull.sequence.tokens)
+            pull.sequence.whole_from = pull.whole_from
             pull.hold = None
             self._end(pull)
 

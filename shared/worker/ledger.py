@@ -5,6 +5,7 @@ from collections.abc import Sequence as Items
 from shared.ids import BlockHash, BlockId
 from shared.kv.block_pool import BlockPool, OutOfBlocks
 from shared.kv.hashing import HashChain
+from shared.worker.live import usable_blocks
 from shared.worker.sequence import Sequence
 
 
@@ -20,10 +21,15 @@ class Hold:
 
 
 class BlockLedger:
-    """All dealings of sequences with the pool."""
+    """All dealings of sequences with the pool.
 
-    def __init__(self, pool: BlockPool) -> None:
+    ``window`` is the widest sliding window of the model: KV from elsewhere may lack what lies
+    before it.
+    """
+
+    def __init__(self, pool: BlockPool, window: int | None = None) -> None:
         self.pool = pool
+        self._window = window
         self.held: list[Hold] = []
 
     def needed(self, tokens: int) -> int:
@@ -67,14 +73,15 @@ class BlockLedger:
             return
         hashes = self._hashes(sequence)
         for index in range(sequence.sealed, full):
-            self.pool.seal(sequence.blocks[index], hashes[index])
+            whole = index >= sequence.whole_from
+            self.pool.seal(sequence.blocks[index], hashes[index], whole=whole)
         sequence.sealed = full
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back; its tokens must be computed again if it goes on."""
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.computed = sequence.sealed = 0
+        sequence.computed = sequence.sealed = sequence.whole_from = 0
 
     def detach(self, sequence: Sequence, hold: Hold) -> None:
         """Take all blocks back, but not before the copy jobs into them are over."""
@@ -83,7 +90,7 @@ class BlockLedger:
             self.release(sequence)
             return
         hold.blocks, sequence.blocks = sequence.blocks, []
-        sequence.computed = sequence.sealed = 0
+        sequence.computed = sequence.sealed = sequence.whole_from = 0
         self.held.append(hold)
 
     def job_over(self, hold: Hold) -> None:
@@ -103,7 +110,11 @@ class BlockLedger:
         else:
             usable = len(sequence.tokens) - 1
         full = usable // self.pool.block_size
-        return self.pool.match(self._hashes(sequence)[:full]) if full else []
+        found = self.pool.match(self._hashes(sequence)[:full]) if full else []
+        if self._window is None:
+            return found
+        whole = [self.pool.is_whole(block) for block in found]
+        return found[: usable_blocks(whole, self._window, self.pool.block_size)]
 
     def _hashes(self, sequence: Sequence) -> Items[BlockHash]:
         chain = sequence.hashes

@@ -29,6 +29,8 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
 
     ``layers`` is the number of KV layers of the model. ``max_open`` bounds the table of
     dispatches and each table of transfers. ``pipeline``: announce KV while it is computed.
+    ``windows``: how far back each layer's KV is read (``live.storage_windows``), empty for all
+    of it everywhere.
     """
 
     max_batch_tokens: int
@@ -36,6 +38,7 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     layers: int
+    windows: tuple[int | None, ...] = ()
     max_open: int = 4096
     pipeline: bool = True
     lease: float = 30.0
@@ -43,6 +46,11 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
     handshake_timeout: float = 5.0
     drain_timeout: float = 30.0
     router_silence: float = 2.5
+
+    @property
+    def widest_window(self) -> int | None:
+        """The largest window of all layers that have one."""
+        return max((window for window in self.windows if window is not None), default=None)
 
 
 class Tally(Struct):

@@ -6,7 +6,10 @@ from shared.ids import TransferId
 from shared.messages.prefill_decode import KvReady, ReadyBlocks, TransferComplete
 from shared.worker.events import SourceKey
 from shared.worker.ledger import Hold
+from shared.worker.live import Window, first_live_block
 from shared.worker.sequence import Sequence
+
+Windows = tuple[Window, ...]
 
 
 class BrokenTransfer(Exception):
@@ -27,11 +30,17 @@ class Pull:
 
     Announcements must extend what is known without a gap, per layer. A block is copied once
     per layer, when the announcements reach its end (or the end of the KV), so no copy ever
-    sees a block that its owner still writes to.
+    sees a block that its owner still writes to. Of a layer with a window (one of ``windows``)
+    only the blocks are copied that later tokens read.
     """
 
     def __init__(
-        self, sequence: Sequence, source: SourceKey, transfer: TransferId, layers: int, now: float
+        self,
+        sequence: Sequence,
+        source: SourceKey,
+        transfer: TransferId,
+        windows: Windows,
+        now: float,
     ) -> None:
         self.sequence = sequence
         self.source = source
@@ -42,9 +51,11 @@ class Pull:
         self.hold: Hold | None = None
         self.complete: TransferComplete | None = None
         self.table = ReadyBlocks((), ())
+        self.whole_from = 0
         self._total = len(sequence.tokens)
-        self._covered = [0] * layers
-        self._issued = [0] * layers
+        self._windows = windows
+        self._covered = [0] * len(windows)
+        self._issued = [0] * len(windows)
         self._num_blocks = 0
         self._block_size = 0
 
@@ -112,7 +123,9 @@ class Pull:
         self.hold = hold
         self._block_size = block_size
         self._num_blocks = len(self.sequence.blocks)
-        self._issued = [self.sequence.sealed] * len(self._issued)
+        live = [first_live_block(window, self._total, block_size) for window in self._windows]
+        self.whole_from = max(live)
+        self._issued = [max(self.sequence.sealed, first) for first in live]
 
     def unreserve(self) -> Hold:
         """The blocks are taken back; all must be copied again once there are others."""

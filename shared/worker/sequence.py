@@ -21,6 +21,7 @@ class Sequence:
 
     KV of tokens [0, ``computed``) is in ``blocks``, of which the first ``sealed`` are in the
     prefix cache. ``order`` is the seniority: the oldest is never held back by a younger one.
+    Blocks before ``whole_from`` lack layers whose window has passed them.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class Sequence:
         "tokens",
         "transferred",
         "wants_prompt_logprobs",
+        "whole_from",
     )
 
     def __init__(
@@ -67,6 +69,7 @@ class Sequence:
         self.blocks: list[BlockId] = []
         self.computed = 0
         self.sealed = 0
+        self.whole_from = 0
         self.cached: int | None = None
         self.hashes: HashChain | None = None
         self.opened = False

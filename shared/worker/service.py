@@ -35,6 +35,7 @@ from shared.worker.effects import (
 from shared.worker.events import Event, ReaderLost, StepDone, StepFailed, StopRequested, Tick
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
+from shared.worker.live import storage_windows
 from shared.worker.movers import Movers
 from shared.worker.settings import WorkerSettings
 from shared.worker.state import WorkerState
@@ -278,6 +279,7 @@ def _limits(settings: WorkerSettings, engine: Engine, arena: KvArena) -> WorkerL
         max_model_len=min(engine.max_model_len, arena.num_blocks * settings.block_size),
         vocab_size=engine.vocab_size,
         layers=len(engine.layout.layers),
+        windows=storage_windows(engine.layout),
         pipeline=settings.pipeline,
         lease=settings.lease,
         heartbeat=settings.heartbeat,

@@ -62,7 +62,7 @@ class WorkerState:
         self._pool = pool
         self._tally = tally = Tally()
         self._outbox = outbox = Outbox(tally)
-        self._ledger = ledger = BlockLedger(pool)
+        self._ledger = ledger = BlockLedger(pool, limits.widest_window)
         self._source = HandoverSource(pool, limits, outbox, tally)
         self._sink = HandoverSink(identity, limits, ledger, outbox, tally)
         self._scheduler = Scheduler(ledger, limits, tally, self._sink.unreserve)

@@ -82,6 +82,7 @@ class Pair:
         self.generations = np.zeros(NUM_BLOCKS, dtype="<u8")
         self.pool = BlockPool(NUM_BLOCKS, 4, generations=self.generations)
         self.model = Model()
+        self.partial: set[int] = set()
         self.now = 0.0
 
     def apply(self, kind: int, a: int, b: int) -> None:
@@ -141,9 +142,16 @@ class Pair:
             with pytest.raises(ValueError):
                 self.pool.seal(block, value)
             return
-        self.pool.seal(block, value)
-        if value not in self.model.hashes.values():
+        whole = a // NUM_BLOCKS % 2 == 0
+        self.pool.seal(block, value, whole=whole)
+        (former,) = [k for k, v in self.model.hashes.items() if v == value] or (None,)
+        if former is not None and former != block and whole and former in self.partial:
+            del self.model.hashes[former]
+            former = None
+        if former is None:
             self.model.hashes[block] = value
+            self.partial -= {block}
+            self.partial |= set() if whole else {int(block)}
 
     def match_and_retain(self, a: int, b: int) -> None:
         wanted = [_hash((a + i) % 5) for i in range(b % 4)]
@@ -155,6 +163,8 @@ class Pair:
                 break
             expected += holder
         assert found == expected
+        for block in found:
+            assert self.pool.is_whole(block) is (block not in self.partial)
         self.pool.retain(found)
         for block in found:
             self.model.take(block, "seq")

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from shared.ids import WorkerId
 from shared.worker.events import Tick
 from shared.worker.limits import WorkerLimits
 from tests.unit.worker_router import FakeRouter, check_end
-from tests.unit.worker_world import VOCAB
+from tests.unit.worker_world import VOCAB, Windows
 
 LIMITS = WorkerLimits(
     max_batch_tokens=6,
@@ -24,6 +25,7 @@ LIMITS = WorkerLimits(
     heartbeat=5.0,
     handshake_timeout=5.0,
 )
+WINDOWS: Windows = (6, None, 3)
 PROMPTS = ((1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12), (1, 2, 3, 4, 5, 6, 8, 9), (30, 31, 32), (20,) * 9)
 BLOCKS = {"prefill-0": 9, "prefill-1": 14, "decode-0": 11}
 
@@ -66,9 +68,9 @@ def pass_time(router: FakeRouter, seconds: float) -> None:
         router.world.handle(node, Tick())
 
 
-def live(tape: list[int]) -> FakeRouter:
+def live(tape: list[int], windows: Windows = ()) -> FakeRouter:
     """Live through the tape, then until nothing is left to do, without further harm."""
-    router = FakeRouter(tape, LIMITS, BLOCKS)
+    router = FakeRouter(tape, msgspec.structs.replace(LIMITS, windows=windows), BLOCKS)
     for prompt in PROMPTS:
         router.submit(prompt, 1, 9, 1e6)
     while not router.world.ended:
@@ -86,18 +88,40 @@ def live(tape: list[int]) -> FakeRouter:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.integers(0, 2**20), max_size=400))
-def test_any_life_ends_well(tape: list[int]) -> None:
+@given(st.lists(st.integers(0, 2**20), max_size=400), st.sampled_from(((), WINDOWS)))
+def test_any_life_ends_well(tape: list[int], windows: Windows) -> None:
     """Guards conservation, exactly-once tokens and unverified KV under every kind of trouble."""
-    live(tape)
+    live(tape, windows)
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_a_long_life_ends_well(seed: int) -> None:
     """Guards the same over lives longer than hypothesis cares to draw."""
     random_tape = random.Random(seed)
-    router = live([random_tape.randrange(2**20) for _ in range(8000)])
+    tape = [random_tape.randrange(2**20) for _ in range(8000)]
+    router = live(tape, WINDOWS if seed % 2 else ())
     assert any(open_.state == "finished" for open_ in router.requests)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_window_hides_no_block_that_a_cached_prefix_needs(seed: int) -> None:
+    """Guards a prefix found in the cache whose windowed layers never came, or came in part.
+
+    Long prompts that share beginnings of every length, so that the window of one ends where
+    another one's prefix does.
+    """
+    dice = random.Random(seed)
+    limits = msgspec.structs.replace(LIMITS, windows=WINDOWS)
+    router = FakeRouter([], limits, {"prefill-0": 40, "prefill-1": 40, "decode-0": 40})
+    base = tuple(dice.randrange(VOCAB) for _ in range(44))
+    for _ in range(24):
+        start = base[: dice.randrange(1, 44)]
+        router.submit((*start, *range(dice.randrange(6))), 1, 1 + dice.randrange(8), 1e6)
+        while step(router):
+            pass
+        pass_time(router, 1.0)
+    check_end(router)
+    assert all(open_.state == "finished" for open_ in router.requests)
 
 
 def test_an_undisturbed_life_finishes_everything_by_hand_over() -> None:

@@ -58,7 +58,7 @@ class FakeRouter:
 
     def __init__(self, tape: list[int], limits: WorkerLimits, blocks: dict[str, int]) -> None:
         self.world = World(tape, self._from_worker)
-        self._limits = limits
+        self.limits = limits
         self._blocks = blocks
         self._incarnation = 1
         self._last = 0
@@ -74,7 +74,7 @@ class FakeRouter:
         """Start the worker of that name anew."""
         self._lives += 1
         role = "prefill" if name.startswith("prefill") else "decode"
-        node = Node(name, role, self._lives, self._blocks[name], self._limits)  # type: ignore[arg-type]
+        node = Node(name, role, self._lives, self._blocks[name], self.limits)  # type: ignore[arg-type]
         self.world.add(node)
         self.mail[node.peer] = deque()
         self.world.handle(node, Tick())
@@ -283,7 +283,12 @@ def check_end(router: FakeRouter) -> None:
     for open_ in router.requests:
         assert open_.state != "open", f"request {open_.request.request_id} never ended"
         request = open_.request
-        right = undisturbed(request.prompt_ids, request.sampling.seed, request.sampling.max_tokens)
+        right = undisturbed(
+            request.prompt_ids,
+            request.sampling.seed,
+            request.sampling.max_tokens,
+            router.limits.windows,
+        )
         assert open_.got == right[: len(open_.got)], "a stream differs from the undisturbed one"
         if open_.state == "finished":
             assert open_.got == right, "a finished stream is not complete"

@@ -43,6 +43,8 @@ from shared.worker.events import (
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.state import WorkerState
 
+Windows = tuple[int | None, ...]
+
 LAYERS = 3
 VOCAB = 40
 STOP = 7
@@ -59,20 +61,30 @@ def kv_value(layer: int, tokens: tuple[int, ...]) -> int:
     return hash((layer, before, tokens[-1]))
 
 
+def reach(windows: Windows, layer: int, tokens: int) -> range:
+    """Return the positions that the last of ``tokens`` attends to in ``layer``."""
+    window = windows[layer] if windows else None
+    return range(0 if window is None else max(0, tokens - window), tokens)
+
+
 @cache
-def next_token(tokens: tuple[int, ...], seed: int) -> int:
+def next_token(tokens: tuple[int, ...], seed: int, windows: Windows) -> int:
     """What a correct engine samples after ``tokens``."""
     seen = tuple(
-        kv_value(layer, tokens[: i + 1]) for layer in range(LAYERS) for i in range(len(tokens))
+        kv_value(layer, tokens[: i + 1])
+        for layer in range(LAYERS)
+        for i in reach(windows, layer, len(tokens))
     )
     return hash((seed, seen)) % VOCAB
 
 
-def undisturbed(prompt: tuple[int, ...], seed: int, max_tokens: int) -> list[int]:
+def undisturbed(
+    prompt: tuple[int, ...], seed: int, max_tokens: int, windows: Windows = ()
+) -> list[int]:
     """Return the output of a request that nothing ever happened to."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tuple(tokens), seed))
+        tokens.append(next_token(tuple(tokens), seed, windows))
         if tokens[-1] == STOP:
             break
     return tokens[len(prompt) :]
@@ -102,12 +114,14 @@ class Node:
     ) -> None:
         self.name = WorkerId(name)
         self.role = role
+        self.windows = limits.windows
         self.key = SourceKey(self.name, Incarnation(incarnation))
         self.peer = f"{name}#{incarnation}".encode()
         self.memory = Memory(blocks, 4)
         self.pool = BlockPool(blocks, 4, generations=self.memory.generations)
         self.alive = True
         self.running: RunStep | None = None
+        self.blocks_copied = 0
         self.layer = 0
         self.seeds: dict[int, int] = {}
         self.jobs: deque[Copy] = deque()
@@ -268,7 +282,7 @@ class World:
                 seen = tuple(
                     node.memory.read(layer, item.block_table, position)
                     for layer in range(LAYERS)
-                    for position in range(end)
+                    for position in reach(node.windows, layer, end)
                 )
                 token = hash((node.seeds[item.key], seen)) % VOCAB
                 sampled.append(Sampled(item.key, token))
@@ -281,8 +295,13 @@ class World:
             self.handle(node, CopyFailed(job.job, LOST))
             return
         for layer in range(job.first_layer, job.end_layer):
-            for theirs, ours in zip(job.source_blocks, job.target_blocks, strict=True):
-                node.memory.values[layer][ours] = list(source.values[layer][theirs])
+            for index, (theirs, ours) in enumerate(
+                zip(job.source_blocks, job.target_blocks, strict=True)
+            ):
+                count = min(4, job.tokens - 4 * index)
+                assert count > 0, "a block without tokens is asked for"
+                node.memory.values[layer][ours][:count] = source.values[layer][theirs][:count]
+            node.blocks_copied += len(job.source_blocks)
         node.copied.append(job)
 
     def _verify(self, node: Node) -> None:
