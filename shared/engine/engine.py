@@ -19,6 +19,7 @@ from shared.engine.weights import model_id
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvDtype, KvLayout
+from shared.kv.memory import give_back_freed
 
 
 class Engine:
@@ -77,6 +78,7 @@ class Engine:
             from shared.engine.prepare import prepare
 
             prepared = prepare(request)
+        give_back_freed()
         return cls(prepared, model_dir, threads)
 
     def attach(self, arena: KvArena) -> None:

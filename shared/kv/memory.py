@@ -1,5 +1,6 @@
-"""How much memory this process may still take: machine and control groups."""
+"""How much memory this process may still take, and giving back what it holds for nothing."""
 
+import ctypes
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,16 @@ def available_memory(root: Path = Path("/")) -> int:
         elif "memory" in controllers.split(","):
             room += _group_room(root / _MOUNT_V1, group, _FILES_V1)
     return max(0, min(room))
+
+
+def give_back_freed() -> None:
+    """Return freed memory to the system; the C library keeps it, and loading frees a lot.
+
+    Without glibc's ``malloc_trim`` nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _machine_room(meminfo: Path) -> int:

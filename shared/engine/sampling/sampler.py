@@ -57,16 +57,7 @@ class Sampler:
         states = [self._states[key] for key in keys]
         finite = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
         greedy = logits.argmax(axis=1)
-        drawn = [i for i, state in enumerate(states) if not state.greedy]
-        numbers = dict(
-            zip(
-                drawn,
-                uniforms(
-                    [states[i].sampling.seed for i in drawn], [states[i].index for i in drawn]
-                ).tolist(),
-                strict=True,
-            )
-        )
+        numbers = _numbers({i: state for i, state in enumerate(states) if not state.greedy})
         sampled: list[Sampled] = []
         failed: list[Failure] = []
         for i, (key, state) in enumerate(zip(keys, states, strict=True)):
@@ -105,3 +96,12 @@ class Sampler:
             return int(row.argmax())
         weights = weights_of(row, sampling.temperature, self._scratch)
         return draw(weights, sampling.min_p, sampling.top_k, sampling.top_p, number)
+
+
+def _numbers(drawn: dict[int, SequenceState]) -> dict[int, float]:
+    """Return each state's next random number."""
+    if not drawn:
+        return {}
+    seeds = [state.sampling.seed for state in drawn.values()]
+    found = uniforms(seeds, [state.index for state in drawn.values()])
+    return dict(zip(drawn, found.tolist(), strict=True))
