@@ -13,6 +13,7 @@ import msgspec.inspect
 from msgspec import Meta, Struct
 
 from shared.errors import BadConfig
+from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
 from shared.messages.fleet import CodecRule
 from shared.yaml_file import read_mapping
@@ -143,28 +144,6 @@ class SecuritySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     curve: Literal["auto", "always"] = "auto"
     keys: str | None = None
-
-
-class ChunkFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Harm to KV chunks that ``worker`` (default: each) sends on the ``host`` path.
-
-    Strikes the ``chunk``-th it sends, from 0, once, or any with ``probability``; at most
-    ``times`` times. ``delay`` holds the chunk back, ``stall`` everything from then on.
-    """
-
-    kind: Literal["delay", "drop", "duplicate", "reorder", "corrupt", "truncate", "stall", "kill"]
-    chunk: NonNegative | None = None
-    probability: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    delay: Seconds = Seconds(0.1)
-    times: Positive | None = None
-    worker: str | None = None
-
-
-class FaultsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Faults injected on purpose, to see what they do. ``seed`` makes them repeatable."""
-
-    seed: int = 0
-    chunks: tuple[ChunkFault, ...] = ()
 
 
 class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,12 +317,7 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
             f"{source}: `transfer.codec: {deployment.transfer.codec}` needs `transfer.path` "
             "host or auto: over shared memory nothing is encoded"
         )
-    for index, fault in enumerate(deployment.faults.chunks if deployment.faults else ()):
-        if (fault.chunk is None) is (fault.probability is None):
-            raise BadConfig(
-                f"{source}: a fault needs either `chunk` or `probability` "
-                f"- at `$.faults.chunks[{index}]`"
-            )
+    check_faults(deployment.faults or FaultsSection(), source)
     endpoint = deployment.endpoints.kv
     if endpoint is None:
         return

@@ -10,6 +10,7 @@ from shared.errors import DiptychError, ErrorPayload, TransferFailed
 from shared.kv.arena import KvArena
 from shared.kv.copy import copy_blocks, verify_generations
 from shared.messages.prefill_decode import ArenaDescriptor
+from shared.transport.bulk.faults import FaultyCopies
 from shared.worker.effects import Copy
 from shared.worker.events import Copied, CopyFailed, Event, SourceKey, SourceLost
 
@@ -29,11 +30,13 @@ class Copier:
         post: Callable[[Event], None],
         *,
         mapped: Callable[[SourceKey], None] | None = None,
+        faults: FaultyCopies | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._target = target
         self._post = post
         self._on_mapped = mapped
+        self._faults = faults
         self._arenas: dict[SourceKey, KvArena] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy")
 
@@ -82,7 +85,9 @@ class Copier:
                 raise TransferFailed(f"the KV of {job.source.worker} is not mapped")
             layers = range(job.first_layer, job.end_layer)
             copied = copy_blocks(arena, self._target, layers, job.source_blocks, job.target_blocks)
+            harm = None if self._faults is None else self._harm(arena)
             reused = verify_generations(arena, job.source_blocks, job.generations)
+            reused += job.source_blocks[:1] if harm == "stale" else ()
         except DiptychError as error:
             self._tell(CopyFailed(job.job, error.payload()))
             return
@@ -95,6 +100,14 @@ class Copier:
             self._tell(CopyFailed(job.job, TransferFailed(text).payload(), len(reused)))
             return
         self._tell(Copied(job.job, copied, time.monotonic() - begun))
+
+    def _harm(self, arena: KvArena) -> str | None:
+        """Do what the deployment file asks for to a copy (``faults:``)."""
+        assert self._faults is not None
+        harm = self._faults.after_copy(arena.descriptor().pid)
+        if harm == "fail":
+            raise TransferFailed("a fault was injected into the copy (`faults:`)")
+        return harm
 
 
 def _failed(error: Exception) -> ErrorPayload:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import zmq
 
-from shared.config import FaultsSection, SecuritySection
+from shared.config import SecuritySection
 from shared.errors import DiptychError, ErrorPayload
+from shared.fault_rules import FaultsSection
 from shared.ids import Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode

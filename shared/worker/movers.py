@@ -12,6 +12,7 @@ from shared.errors import DiptychError, ErrorPayload, TransferFailed
 from shared.ids import HostId
 from shared.kv.arena import KvArena
 from shared.messages.fleet import KvPath, PathReason
+from shared.transport.bulk.faults import FaultyCopies
 from shared.transport.bulk.fetches import Failed
 from shared.transport.bulk.reader import (
     Fetched,
@@ -56,6 +57,7 @@ class Movers:
         identity: bytes,
         security: SecuritySection,
         limits: ReaderLimits,
+        faults: FaultyCopies | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._post = post
@@ -64,7 +66,7 @@ class Movers:
         self._security = security
         self._routes: dict[SourceKey, _Route] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._copier = Copier(target, self._from_copier, mapped=self._mapped)
+        self._copier = Copier(target, self._from_copier, mapped=self._mapped, faults=faults)
         self._reader: HostReader[SourceKey] = HostReader(
             self._context, target, limits, self._from_reader_thread
         )

@@ -18,6 +18,7 @@ from shared.messages.hello import Compatibility
 from shared.messages.router_worker import WorkerHello
 from shared.runtime import host_id
 from shared.service import ReadyFile, ServiceFailed
+from shared.transport.bulk.faults import FaultyCopies
 from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.reader import ReaderLimits
 from shared.worker.effects import (
@@ -266,10 +267,19 @@ class WorkerService:
                     chunk_bytes=transfer.chunk_size,
                     fetch=FetchLimits(slots=transfer.window, stall=transfer.stall_timeout),
                 ),
+                faults=_copy_faults(settings),
             )
         except BaseException:
             self._links.close()
             raise
+
+
+def _copy_faults(settings: WorkerSettings) -> FaultyCopies | None:
+    faults = settings.faults
+    if faults is None or not faults.copies:
+        return None
+    log.warning("%d faults are injected into copies of KV (`faults:`)", len(faults.copies))
+    return FaultyCopies(faults, settings.worker)
 
 
 def _limits(settings: WorkerSettings, engine: Engine, arena: KvArena) -> WorkerLimits:

@@ -6,7 +6,6 @@ from msgspec import Struct
 
 from shared.config import (
     Deployment,
-    FaultsSection,
     Precision,
     SecuritySection,
     TransferSection,
@@ -14,6 +13,7 @@ from shared.config import (
     kv_dtype_for,
 )
 from shared.errors import BadConfig
+from shared.fault_rules import FaultsSection
 from shared.ids import WorkerId
 from shared.kv.layout import KvDtype
 from shared.messages.fleet import Role

@@ -7,8 +7,8 @@ import pytest
 import torch
 import zmq
 
-from shared.config import ChunkFault, Seconds
-from shared.kv.arena import KvArena
+from shared.config import Seconds
+from shared.fault_rules import ChunkFault
 from shared.kv.codecs.frame import CodecName, EncodedBlocks
 from shared.kv.codecs.none import NoneCodec
 from shared.kv.codecs.registry import CODEC_NAMES, make_codec
@@ -18,18 +18,12 @@ from shared.transport.bulk.plan import PlannedChunk
 from shared.transport.bulk.reader import Fetched
 from tests.conftest import RunAsync
 from tests.transport.harness import Context
+from tests.transport.kv_filling import fill_normal
 from tests.transport.test_bulk_link import BLOCKS, LAYOUT, Ends
 
 TOKENS = 30  # of the 32 in 8 blocks: the last block is not full
 CHUNKS = 12  # of 3 layers, 8 blocks of 256 bytes (K and V) cut at 700
 LOSSY = tuple(name for name in CODEC_NAMES if name != "none")
-
-
-def fill_normal(arena: KvArena, seed: int) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    for layer in range(len(LAYOUT.layers)):
-        for part in (arena.k(layer), arena.v(layer)):
-            part.copy_(torch.randn(part.shape, generator=dice))
 
 
 def ends_for(context: Context, codec: CodecName) -> Ends:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 
-from shared.config import ChunkFault, FaultsSection, Seconds, SecuritySection
+from shared.config import Seconds, SecuritySection
 from shared.errors import ResourceMissing
+from shared.fault_rules import ChunkFault, FaultsSection
 from shared.ids import Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
@@ -147,6 +149,28 @@ class Ends:
             self.server.close()
         self.source.close()
         self.target.close()
+
+
+def come_and_go(ends: Ends, times: int) -> int:
+    """Connect, test, and disconnect so often; return by how many bytes the process grew.
+
+    Both ends live in this process. Memory is compared from a tenth of the way on, when every
+    cache is warm.
+    """
+    endpoint = ends.serve()
+    fds, threads, warm = len(os.listdir("/proc/self/fd")), threading.active_count(), 0
+    process = psutil.Process()
+    for number in range(times):
+        opened = ends.open(endpoint)
+        assert opened.error is None, opened.error
+        ends.reader.drop(SOURCE)
+        if number == times // 10:
+            warm = process.memory_info().rss
+    assert len(os.listdir("/proc/self/fd")) - fds < 16
+    assert threading.active_count() == threads
+    grown = process.memory_info().rss - warm
+    assert grown < 16 << 20, f"{grown} bytes more after {times} connections"
+    return int(grown)
 
 
 @pytest.fixture
@@ -301,15 +325,8 @@ def test_garbage_is_counted_on_both_ends(ends: Ends) -> None:
 @pytest.mark.timeout(90)
 def test_thousands_of_connections_leave_nothing_behind(ends: Ends) -> None:
     """Guards growth with every reader that ever came (30)."""
-    endpoint = ends.serve()
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for _ in range(CONNECTIONS):
-        opened = ends.open(endpoint)
-        assert opened.error is None, opened.error
-        ends.reader.drop(SOURCE)
+    come_and_go(ends, CONNECTIONS)
     assert isinstance(ends.fetch(), Failed)
-    assert len(os.listdir("/proc/self/fd")) - before[0] < 16
-    assert threading.active_count() == before[1]
 
 
 def test_keys_are_checked_and_encrypt(

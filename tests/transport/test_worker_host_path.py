@@ -150,6 +150,25 @@ def test_killed_at_chunk_i_another_source_takes_over(
     run(check())
 
 
+def test_killed_while_shared_memory_is_copied_another_source_takes_over(
+    run: Runner, model: Path, directory: Path
+) -> None:
+    """Guards the path without checksums: a dead owner's half-written KV is never used (1, 3)."""
+
+    async def check() -> None:
+        faults = {"copies": [{"kind": "kill_source", "copy": 5}]}
+        config = make_config(directory, model, split=True, faults=faults)
+        right = reference(model, LONG, 6)
+        async with rig(config, "prefill-0", "prefill-1", "decode-0") as router:
+            _, second = router.split(request(LONG, 6), prefill="prefill-0")
+            await gone(router, "prefill-0")
+            await recover(router, second, "prefill-1")
+            assert await router.output(second) == right
+            await nothing_is_left(router, "prefill-1", "decode-0")
+
+    run(check())
+
+
 async def gone(router: Rig, name: str) -> None:
     process = router.processes[name]
     await asyncio.to_thread(process.wait, 60)

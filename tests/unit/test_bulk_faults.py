@@ -1,10 +1,13 @@
 """`faults:` does what it says, and nothing else: else tests that use it prove nothing."""
 
+import os
+
 import pytest
 
-from shared.config import ChunkFault, FaultsSection, Seconds
+from shared.config import Seconds
+from shared.fault_rules import ChunkFault, CopyFault, FaultsSection
 from shared.messages.bulk import Chunk
-from shared.transport.bulk.faults import FaultyLink, Parcel
+from shared.transport.bulk.faults import FaultyCopies, FaultyLink, Parcel
 
 
 def parcel(number: int) -> Parcel:
@@ -53,6 +56,34 @@ def test_kill_strikes_once_the_chunk_is_reached() -> None:
         assert not killed
         link.give(parcel(number), 0.0)
     assert killed == [True]
+
+
+def harm_copies(*faults: CopyFault, count: int = 3) -> tuple[list[str | None], list[int]]:
+    """Return what is done to each of ``count`` copies, and who was killed."""
+    killed: list[int] = []
+    copies = FaultyCopies(FaultsSection(copies=faults), "decode-0", kill=killed.append)
+    return [copies.after_copy(99) for _ in range(count)], killed
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm", "killed"),
+    [
+        ("delay", None, []),
+        ("fail", "fail", []),
+        ("stale", "stale", []),
+        ("kill", None, [os.getpid()]),
+        ("kill_source", None, [99]),
+    ],
+)
+def test_each_kind_harms_the_copy_named(kind: str, harm: str | None, killed: list[int]) -> None:
+    fault = CopyFault(kind=kind, copy=1, delay=0.001)  # type: ignore[arg-type]
+    assert harm_copies(fault) == ([None, harm, None], killed)
+
+
+def test_copies_of_other_readers_are_left_alone() -> None:
+    other = CopyFault(kind="kill", probability=1.0, worker="decode-1")
+    twice = CopyFault(kind="fail", probability=1.0, times=2)
+    assert harm_copies(other, twice) == (["fail", "fail", None], [])
 
 
 def test_times_worker_and_seed_are_heeded() -> None:

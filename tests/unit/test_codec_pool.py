@@ -1,7 +1,9 @@
 """Tokens between block tables and codecs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import EncodedBlocks, KvShape
 from shared.kv.codecs.pool import gather_tokens, scatter_tokens
 from shared.kv.codecs.registry import make_codec
-from shared.kv.layout import KvLayout, LayerKv
+from shared.kv.layout import KvDtype, KvLayout, LayerKv
 
 LAYOUT = KvLayout(dtype="bf16", block_size=4, layers=(LayerKv(2, 3, 5), LayerKv(2, 3, 5)))
 
@@ -42,6 +44,28 @@ def test_tokens_arrive_in_order_and_nothing_else_changes(arena: KvArena, tokens:
     assert torch.equal(arena.k(1)[untouched], before[untouched])
     last, used = target[(tokens - 1) // 4], (tokens - 1) % 4 + 1
     assert torch.equal(arena.k(1)[last, used:], before[last, used:])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_round_trip_through_a_file_is_bit_exact(dtype: KvDtype, tmp_path: Path) -> None:
+    """Guards 35: pool, bytes, disk and back into other blocks; any bit pattern, NaN included."""
+    layout = KvLayout(dtype=dtype, block_size=4, layers=(LayerKv(2, 3, 5), LayerKv(1, 7, 2)))
+    source, target = KvArena.create(layout, 8), KvArena.create(layout, 8)
+    dice = np.random.default_rng(3)
+    codec = make_codec("none", layout)
+    for layer in range(2):
+        for part in source.raw(layer):
+            part[:] = dice.integers(0, 256, part.shape, dtype=np.uint8)
+        k, v = gather_tokens(source, layer, [6, 1, 3], 12)
+        (tmp_path / f"{layer}").write_bytes(codec.encode(k, v, layer).pack())
+    for layer in range(2):
+        frame = EncodedBlocks.unpack((tmp_path / f"{layer}").read_bytes())
+        k, v = codec.decode(frame, KvShape.of(layout, layer, 12))
+        scatter_tokens(target, layer, [0, 7, 2], k, v)
+        for theirs, ours in zip(source.raw(layer), target.raw(layer), strict=True):
+            assert np.array_equal(theirs[[6, 1, 3]], ours[[0, 7, 2]])
+    source.close()
+    target.close()
 
 
 def test_blocks_that_do_not_cover_the_tokens_are_refused(arena: KvArena) -> None:

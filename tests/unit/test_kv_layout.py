@@ -36,6 +36,14 @@ def test_fingerprint_tells_every_difference() -> None:
     assert base.fingerprint() == KvLayout(**msgspec.structs.asdict(base)).fingerprint()
 
 
+def test_another_arrangement_of_a_block_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards 39: heads before tokens (HND for NHD) has the same sizes and must not fit."""
+    layout = KvLayout(dtype="bf16", block_size=16, layers=(PLAIN,))
+    ours = layout.fingerprint()
+    monkeypatch.setattr("shared.kv.layout._ARRANGEMENT", "block,head,token,dim/1")
+    assert layout.fingerprint() != ours
+
+
 def test_fingerprint_is_stable() -> None:
     """Guards rolling restarts: the fingerprint of a layout must not change between builds."""
     layout = KvLayout(dtype="bf16", block_size=16, layers=(PLAIN,) * 30)

@@ -50,14 +50,14 @@ def act(router: FakeRouter) -> None:
         step(router)
 
 
-def step(router: FakeRouter) -> bool:
-    """Let one pending thing proceed; False when nothing is pending."""
+def step(router: FakeRouter, pick: Callable[[int], int] | None = None) -> bool:
+    """Let one pending thing proceed, chosen by fate or ``pick``; False when nothing is pending."""
     moves: list[Callable[[], None]] = router.world.moves()
     for node in router.world.nodes.values():
         if node.alive and router.mail[node.peer]:
             moves.append(lambda n=node: router.deliver(n))  # type: ignore[misc]
     if moves:
-        moves[router.world.choose(len(moves))]()
+        moves[(pick or router.world.choose)(len(moves))]()
     return bool(moves)
 
 
@@ -122,6 +122,32 @@ def test_a_window_hides_no_block_that_a_cached_prefix_needs(seed: int) -> None:
         pass_time(router, 1.0)
     check_end(router)
     assert all(open_.state == "finished" for open_ in router.requests)
+
+
+def test_parked_loads_never_lock_a_full_pool() -> None:
+    """Guards 53, 54: sequences that wait for KV, hold blocks and cannot be evicted, all at once.
+
+    The decode worker holds little more than one of them at its full length, and everything is
+    asked for at once. Nothing fails or is lost on the way: only memory is short.
+    """
+    preempted = 0
+    for seed in range(24):
+        dice = random.Random(seed)
+        blocks = {"prefill-0": 16, "prefill-1": 16, "decode-0": 9 + seed % 4}
+        router = FakeRouter([], LIMITS, blocks)
+        for number in range(12):
+            prompt = tuple(dice.randrange(VOCAB) for _ in range(dice.randrange(1, 12)))
+            router.submit(prompt, number, dice.randrange(1, 24), 1e6)
+        moves = 0
+        for _ in range(60):
+            while step(router, dice.randrange):
+                moves += 1
+                assert moves < 50_000, "work goes round in circles"
+            pass_time(router, 1.0)
+        check_end(router)
+        assert all(open_.state == "finished" for open_ in router.requests)
+        preempted += router.counters[WorkerId("decode-0")].preemptions
+    assert preempted > 0, "memory was never short"
 
 
 def test_an_undisturbed_life_finishes_everything_by_hand_over() -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from shared.engine.batch import StepInput, StepResult
 from shared.errors import NumericalError
+from shared.fault_rules import CopyFault, FaultsSection
 from shared.ids import Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
+from shared.transport.bulk.faults import FaultyCopies
 from shared.worker.copier import Copier
 from shared.worker.effects import Copy, RunStep
 from shared.worker.events import (
@@ -134,6 +136,33 @@ def test_copies_are_verified_and_every_job_is_answered(run_async: RunAsync) -> N
         assert [f.reused for f in failures if isinstance(f, CopyFailed)] == [0, 1, 0, 0]
 
     run_async(check())
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.parametrize(("kind", "words"), [("fail", "injected"), ("stale", "used 1 blocks anew")])
+def test_harm_to_any_copy_is_a_named_failure_and_the_others_work(
+    run_async: RunAsync, kind: str, words: str
+) -> None:
+    """Guards a copy being used although its check failed, whichever one it is (24, 32, 41)."""
+    theirs, ours = KvArena.create(LAYOUT, 3), KvArena.create(LAYOUT, 3)
+
+    async def check(copy: int) -> None:
+        inbox = Inbox()
+        fault = CopyFault(kind=kind, copy=copy)  # type: ignore[arg-type]
+        faults = FaultyCopies(FaultsSection(copies=(fault,)), "decode-0")
+        copier = Copier(ours, inbox.post, faults=faults)
+        copier.map_arena(SOURCE, theirs.descriptor())
+        for number in range(3):
+            copier.copy(job(number, 2, 0))
+        outcomes = await inbox.until(3)
+        copier.close()
+        for number, outcome in enumerate(outcomes):
+            assert isinstance(outcome, CopyFailed if number == copy else Copied)
+            assert isinstance(outcome, Copied) or words in outcome.error.message
+
+    for copy in range(3):
+        run_async(check(copy))
     theirs.close()
     ours.close()
 

@@ -309,7 +309,7 @@ class World:
         source = node.arenas[job.source]
         now = tuple(source.generations[block] for block in job.source_blocks)
         reused = sum(a != b for a, b in zip(now, job.generations, strict=True))
-        if reused:
+        if reused or self.choose(80) == 1:
             self.handle(node, CopyFailed(job.job, LOST, reused))
         else:
             self.handle(node, Copied(job.job, 1, 0.0))

@@ -3,11 +3,13 @@
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from shared.config import ChunkFault, FaultsSection
+from shared.fault_rules import ChunkFault, FaultsSection
 from shared.messages.bulk import Chunk
 
 
@@ -28,11 +30,78 @@ def _kill_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Rule(Protocol):
+    """What all faults say of when they strike."""
+
+    @property
+    def probability(self) -> float | None: ...
+    @property
+    def times(self) -> int | None: ...
+
+
+Fault = TypeVar("Fault", bound=Rule)
+
+
+class Strikes(Generic[Fault]):
+    """Says which rule strikes next. Numbers count from 0; a rule with one strikes that only."""
+
+    def __init__(self, rules: Sequence[tuple[int | None, Fault]], seed: int) -> None:
+        self._random = random.Random(seed)
+        self._rules = rules
+        self._left = [_times(rule) for _, rule in rules]
+        self.passed = 0
+        self.struck = 0
+
+    def next(self) -> Fault | None:
+        """Let one more pass, and return what harm is to be done to it."""
+        number, self.passed = self.passed, self.passed + 1
+        for index, (wanted, rule) in enumerate(self._rules):
+            if self._left[index] == 0:
+                continue
+            hit = wanted == number
+            if rule.probability is not None:
+                hit = self._random.random() < rule.probability
+            if hit:
+                self._left[index] -= 1
+                self.struck += 1
+                return rule
+        return None
+
+
+class FaultyCopies:
+    """Stands between the copies out of shared memory and their check."""
+
+    def __init__(
+        self,
+        section: FaultsSection,
+        worker: str,
+        kill: Callable[[int], None] = lambda pid: os.kill(pid, signal.SIGKILL),
+    ) -> None:
+        rules = [(rule.copy, rule) for rule in section.copies if rule.worker in (None, worker)]
+        self._strikes = Strikes(rules, section.seed)
+        self._kill = kill
+
+    def after_copy(self, source_pid: int) -> str | None:
+        """Do harm to a copy just made; ``fail`` and ``stale`` are for the caller to do."""
+        rule = self._strikes.next()
+        match rule and rule.kind:
+            case "delay":
+                assert rule is not None
+                time.sleep(rule.delay)
+            case "kill":
+                self._kill(os.getpid())
+            case "kill_source":
+                self._kill(source_pid)
+            case "fail" | "stale" as kind:
+                return kind
+        return None
+
+
 class FaultyLink:
     """Stands between the sender of chunks and its socket. Pure but for ``kill``.
 
-    ``passed`` counts chunks given in; a rule with ``chunk: i`` strikes the i-th (from 0), one
-    with ``probability`` any, at most ``times`` times.
+    A rule with ``chunk: i`` strikes the i-th (from 0), one with ``probability`` any, at most
+    ``times`` times.
     """
 
     def __init__(
@@ -41,20 +110,17 @@ class FaultyLink:
         worker: str,
         kill: Callable[[], None] = _kill_process,
     ) -> None:
+        rules = [(rule.chunk, rule) for rule in section.chunks if rule.worker in (None, worker)]
+        self._strikes = Strikes(rules, section.seed)
         self._random = random.Random(section.seed)
-        rules = [rule for rule in section.chunks if rule.worker in (None, worker)]
-        self._rules = [[rule, _times(rule)] for rule in rules]
         self._kill = kill
         self._held: list[_Held] = []
         self._swapped: list[Parcel] = []
         self._stalled_until = 0.0
-        self.passed = 0
-        self.struck = 0
 
     def give(self, parcel: Parcel, now: float) -> list[Parcel]:
         """Take a chunk in and return what goes out now."""
-        number, self.passed = self.passed, self.passed + 1
-        rule = self._strikes(number)
+        rule = self._strikes.next()
         out = [parcel] if rule is None else self._harm(rule, parcel, now)
         if out and self._swapped:
             out += self._swapped
@@ -75,21 +141,6 @@ class FaultyLink:
         if not self._held:
             return None
         return max(0.0, min(held.due for held in self._held) - now)
-
-    def _strikes(self, number: int) -> ChunkFault | None:
-        for entry in self._rules:
-            rule, left = entry
-            assert isinstance(rule, ChunkFault) and isinstance(left, int)
-            if left == 0:
-                continue
-            hit = rule.chunk == number
-            if rule.probability is not None:
-                hit = self._random.random() < rule.probability
-            if hit:
-                entry[1] = left - 1
-                self.struck += 1
-                return rule
-        return None
 
     def _harm(self, rule: ChunkFault, parcel: Parcel, now: float) -> list[Parcel]:
         match rule.kind:
@@ -115,7 +166,7 @@ class FaultyLink:
                 return []
 
 
-def _times(rule: ChunkFault) -> int:
+def _times(rule: Rule) -> int:
     if rule.times is not None:
         return rule.times
     return 1 if rule.probability is None else -1

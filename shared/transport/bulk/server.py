@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from shared.config import FaultsSection
+from shared.fault_rules import FaultsSection
 from shared.kv.arena import KvArena
 from shared.kv.codecs.registry import CODEC_NAMES
 from shared.messages.bulk import (
