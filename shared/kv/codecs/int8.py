@@ -11,8 +11,8 @@ from shared.kv.codecs.frame import (
     KvShape,
     open_payload,
 )
-from shared.kv.codecs.quantise import divisor, largest_magnitude, require_finite, scale_for, to_pool
-from shared.kv.codecs.sections import SectionReader, join
+from shared.kv.codecs.quantise import divisor, require_finite_rows, scale_for, to_pool
+from shared.kv.codecs.sections import SectionReader, join_as
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 
 
@@ -26,8 +26,8 @@ class Int8Codec:
         shape = KvShape.of_tensors(k, v, layer)
         k_scale, k_codes = _encode(k, "K", layer)
         v_scale, v_codes = _encode(v, "V", layer)
-        payload = join((k_scale, v_scale, k_codes, v_codes))
-        return EncodedBlocks.seal(self.name, shape, None, payload)
+        sections = ((k_scale, None), (v_scale, None), (k_codes, torch.int8), (v_codes, torch.int8))
+        return EncodedBlocks.seal(self.name, shape, None, join_as(sections))
 
     def decode(self, encoded: EncodedBlocks, expect: KvShape) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Codec.decode``."""
@@ -47,11 +47,10 @@ class Int8Codec:
 
 
 def _encode(values: torch.Tensor, side: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    require_finite(values, side, layer)
-    exact = values.float()
-    scale = scale_for(largest_magnitude(exact), 127, values.dtype)
-    codes = (exact / divisor(scale)).round_()
-    return scale, codes.to(torch.int8)
+    """Return scales in the pool's dtype and codes, still as fp32."""
+    largest = require_finite_rows(values, side, layer)
+    scale = scale_for(largest.float(), 127, values.dtype)
+    return scale, (values.float() / divisor(scale)).round_()
 
 
 def _decode(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,20 @@ def require_finite(values: torch.Tensor, side: str, layer: int) -> None:
         raise NumericalError(f"{side} of layer {layer} holds {worst}: it cannot be encoded")
 
 
+def require_finite_rows(values: torch.Tensor, side: str, layer: int) -> torch.Tensor:
+    """Do ``require_finite`` and return max|x| along the last axis in one pass over ``values``.
+
+    Without its sign a float orders as its bits do, NaN above infinity, and integers have no
+    slow case to heed.
+    """
+    integer = _BITS[values.dtype]
+    bits = values.view(integer) & torch.iinfo(integer).max
+    largest = bits.amax(-1, keepdim=True).view(values.dtype)
+    if not float(largest.max()) <= MAX_MAGNITUDE:
+        require_finite(values, side, layer)
+    return largest
+
+
 def scale_for(extent: torch.Tensor, levels: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the smallest scale in ``dtype`` of which ``levels`` reach ``extent`` (fp32, >= 0)."""
     scale = (extent / levels).to(dtype)

@@ -19,6 +19,18 @@ def join(sections: Sequence[torch.Tensor]) -> bytearray:
     return payload
 
 
+def join_as(sections: Sequence[tuple[torch.Tensor, torch.dtype | None]]) -> bytearray:
+    """Do the same, converting to a dtype on the way where one is given."""
+    sizes = [part.numel() * (dtype or part.dtype).itemsize for part, dtype in sections]
+    payload = bytearray(sum(sizes))
+    whole = torch.frombuffer(payload, dtype=torch.uint8)
+    start = 0
+    for (part, dtype), size in zip(sections, sizes, strict=True):
+        whole[start : start + size].view(dtype or part.dtype).copy_(part.reshape(-1))
+        start += size
+    return payload
+
+
 class SectionReader:
     """Takes arrays off the front of a payload (uint8), as views."""
 

@@ -120,8 +120,9 @@ def _per_token(kept: torch.Tensor, block: int, tokens: int) -> torch.Tensor:
 def _means(values: torch.Tensor, kept: torch.Tensor, block: int) -> torch.Tensor:
     """Return the means [dropped, heads, dim] of dropped blocks, all of which are full."""
     dropped = ~_per_token(kept, block, values.shape[0])
-    blocks = values[dropped].float().view(-1, block, *values.shape[1:])
-    return to_pool(blocks.div_(block).sum(dim=1), values.dtype)
+    # In fp32 the sum of the largest overflows, and quotients of the smallest are zeros.
+    blocks = values[dropped].double().view(-1, block, *values.shape[1:])
+    return to_pool(blocks.mean(dim=1).float(), values.dtype)
 
 
 def _merge(
