@@ -22,6 +22,7 @@ from services.gateway.events import (
     Tick,
     Unsent,
 )
+from services.gateway.later import Later
 from services.gateway.state import GatewayState
 from shared.alarm import Alarm
 from shared.clock import Clock
@@ -77,6 +78,7 @@ class Broker:
         self._queries: dict[int, asyncio.Future[FleetStatus]] = {}
         self._changed = asyncio.Event()
         self._alarm = Alarm(clock)
+        self.later = Later()
 
     def new_id(self) -> RequestId:
         """Return an id no other request of the system has.

@@ -1,7 +1,7 @@
 """One call of a client: one or several requests whose outputs are awaited together."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
@@ -15,6 +15,9 @@ from shared.ids import TenantId
 from shared.messages.request import Request, Sampling
 
 SEEDS = 1 << 63
+
+AtOnce = Callable[[Sequence[Choice]], bool]
+"""Takes choices with news, or returns False and leaves them."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -53,6 +56,7 @@ class Call:
         self._metrics = metrics
         self._num_ended = 0
         self._changed: dict[int, Choice] = {}
+        self._at_once: AtOnce | None = None
         self._waiter: asyncio.Future[None] | None = None
         shared = Shared(
             endpoint=plan.endpoint,
@@ -81,22 +85,27 @@ class Call:
         """Every output has ended."""
         return self._num_ended == len(self.choices)
 
-    async def changed(self) -> Sequence[Choice]:
+    async def changed(self, at_once: AtOnce | None = None) -> Sequence[Choice]:
         """Wait for news and return the choices that have some, each once.
 
-        Empty after ``cancel``. The state machine ends every request by its deadline, so this
-        does not wait for ever.
+        ``at_once`` is given what comes before the end, without a switch of tasks; where it
+        returns False, and for the end, this returns. Empty after ``cancel``. The state machine
+        ends every request by its deadline, so this does not wait for ever.
         """
         if not self._changed and not self.cancelled:
+            self._at_once = at_once
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            try:
+                await self._waiter
+            finally:
+                self._at_once = None
         changed, self._changed = self._changed, {}
         return () if self.cancelled else tuple(changed.values())
 
     async def whole(self) -> None:
         """Wait until every output ended, one failed, or the call was cancelled."""
         while not self.ended and not self.cancelled and self.error is None:
-            await self.changed()
+            await self.changed(at_once=lambda _: True)
 
     def cancel(self) -> None:
         """Cancel whatever still runs; idempotent, harmless after the end."""
@@ -125,8 +134,24 @@ class Call:
         if choice.end is not None:
             self._num_ended += 1
             self.error = self.error or choice.end.error
+        if not self._changed:
+            self._broker.later(self._pass_on)
         self._changed[choice.index] = choice
-        self._wake()
+
+    def _pass_on(self) -> None:
+        at_once, over = self._at_once, self.cancelled or self.ended or self.error is not None
+        if at_once is None or over or self._waiter is None or self._waiter.done():
+            self._wake()
+            return
+        try:
+            taken = at_once(tuple(self._changed.values()))
+        except Exception as error:  # noqa: BLE001 - it is raised by ``changed``
+            self._waiter.set_exception(error)
+            return
+        if taken:
+            self._changed.clear()
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

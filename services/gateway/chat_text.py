@@ -15,6 +15,7 @@ from services.gateway.answers import (
 )
 from services.gateway.call import Call
 from services.gateway.choice import Choice, Piece
+from services.gateway.chunk_template import MARK, ChunkTemplate
 from services.gateway.timeline import Timeline
 from services.gateway.token_names import ChatLogprobs, chat_logprobs
 from services.gateway.tokenizer import Tokenizer
@@ -44,9 +45,13 @@ class ChatText:
         self._encode = msgspec.json.Encoder().encode
         self._greeted = [False] * len(call.choices)
         self._usage = None if style.include_usage else UNSET
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def chunk(self, choice: Choice) -> bytes:
         """Return the next events: the role first, then text, then the finish reason."""
+        if self._greeted[choice.index] and self._style.logprobs is None and choice.end is None:
+            text = choice.take_text()
+            return self._template(choice.index).fill(text) if text else b""
         piece = choice.take()
         out = b""
         if not self._greeted[choice.index]:
@@ -99,15 +104,24 @@ class ChatText:
             self._timeline(choice),
         )
 
+    def _template(self, index: int) -> ChunkTemplate:
+        known = self._templates.get(index)
+        if known is None:
+            part = ChatChunkChoice(index, ChatDelta(content=MARK))
+            known = self._templates[index] = ChunkTemplate(self._chunk_of(part))
+        return known
+
     def _event(self, part: ChatChunkChoice) -> bytes:
-        answer = ChatCompletionChunk(
+        return b"data: " + self._encode(self._chunk_of(part)) + b"\n\n"
+
+    def _chunk_of(self, part: ChatChunkChoice) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
             id=self._id,
             created=self._created,
             model=self._style.model,
             choices=[part],
             usage=self._usage,
         )
-        return b"data: " + self._encode(answer) + b"\n\n"
 
     def _score(self, piece: Piece) -> ChatLogprobs | None:
         if self._style.logprobs is None:

@@ -95,6 +95,13 @@ class Choice:
         piece, self._piece = self._piece, Piece("", [], [], [])
         return piece
 
+    def take_text(self) -> str:
+        """Return the text that came with tokens since the last call and drop their ids."""
+        piece = self._piece
+        text, piece.text = piece.text, ""
+        piece.tokens.clear()
+        return text
+
     def timeline(self) -> Timeline:
         """Return where the time went; complete once the request has ended."""
         return make_timeline(self.moments, self.end.timeline if self.end else None)

@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct
 from services.gateway.answers import Completion, CompletionChoice
 from services.gateway.call import Call
 from services.gateway.choice import Choice, Piece
+from services.gateway.chunk_template import MARK, ChunkTemplate
 from services.gateway.token_names import LegacyLogprobs, legacy_logprobs
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.usage import usage_of
@@ -36,23 +37,21 @@ class CompletionText:
         self._encode = msgspec.json.Encoder().encode
         self._echoed = [style.echo is None] * len(call.choices)
         self._usage = None if style.include_usage else UNSET
+        self._text_only = style.echo is None and style.logprobs is None
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def chunk(self, choice: Choice) -> bytes:
         """Return the next event of a choice, empty when there is nothing to show."""
+        if self._text_only and choice.end is None:
+            text = choice.take_text()
+            return self._template(choice.index).fill(text) if text else b""
         unscored = self._waits_for_prompt(choice)
         if unscored and choice.end is None:
             return b""
         part = self._part(choice)
         if not part.text and part.finish_reason is None and not _scored(part):
             return b""
-        answer = Completion(
-            id=self._id,
-            created=self._created,
-            model=self._style.model,
-            choices=[part],
-            usage=self._usage,
-        )
-        return b"data: " + self._encode(answer) + b"\n\n"
+        return b"data: " + self._encode(self._event(part)) + b"\n\n"
 
     def closing(self) -> bytes:
         """Return the usage event if it was asked for."""
@@ -63,6 +62,22 @@ class CompletionText:
     def whole(self) -> bytes:
         """Return the document."""
         return self._encode(self._answer([self._part(choice) for choice in self._call.choices]))
+
+    def _template(self, index: int) -> ChunkTemplate:
+        known = self._templates.get(index)
+        if known is None:
+            known = ChunkTemplate(self._event(CompletionChoice(index, MARK)))
+            self._templates[index] = known
+        return known
+
+    def _event(self, part: CompletionChoice) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._style.model,
+            choices=[part],
+            usage=self._usage,
+        )
 
     def _answer(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(

@@ -24,20 +24,34 @@ class Detokenizer(Protocol):
         ...
 
 
-class ByteDetokenizer:
-    """For byte-level vocabularies: every token is a byte string (``pieces[id]``)."""
+class BytePieces:
+    """A byte-level vocabulary: token ``id`` is ``raw[id]``, and ``whole[id]`` if that is text."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def __init__(self, raw: Sequence[bytes]) -> None:
+        self.raw = raw
+        self.whole = [_text_of(piece) for piece in raw]
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: every token is a byte string."""
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._raw, self._whole = pieces.raw, pieces.whole
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds = False
 
     def push(self, token: int) -> str:
-        if not 0 <= token < len(self._pieces):
+        if not 0 <= token < len(self._whole):
             return ""
-        return self._decode(self._pieces[token])
+        whole = self._whole[token]
+        if whole is not None and not self._holds:
+            return whole
+        text = self._decoder.decode(self._raw[token])
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:
@@ -71,3 +85,10 @@ class WindowDetokenizer:
         self._ids = self._ids[self._certain :]
         self._certain = len(self._ids)
         return text[len(known) :]
+
+
+def _text_of(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None

@@ -5,6 +5,7 @@ few thousand silent sockets would lock everybody out, and one endless header fil
 """
 
 import asyncio
+import weakref
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -13,6 +14,30 @@ HEAD_TIMEOUT = 15.0
 """Seconds a connection has for its first request's head, and each later head from its start."""
 MAX_HEAD = 64 << 10
 """Bytes of request line and headers, give or take one read from the socket."""
+
+
+CHUNKS = "diptych.chunks"
+"""The key of a ``ChunkWriter`` among the extensions of an ASGI scope."""
+
+
+class ChunkWriter:
+    """Writes parts of a chunked body past the ASGI ``send``, which is a coroutine for each."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = weakref.ref(cycle)  # the cycle owns the scope, and so this
+
+    def writable(self) -> bool:
+        """Whether the body is chunked and under way, and the client keeps up."""
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return False
+        return bool(cycle.chunked_encoding) and not cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Write one part that is not empty; only while ``writable``."""
+        cycle = self._cycle()
+        if cycle is not None:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -54,6 +79,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._running = [c for c in self._running if not c.response_complete]
         self._running.append(self.cycle)
+        extensions: dict[str, Any] = {CHUNKS: ChunkWriter(self.cycle)}
+        self.cycle.scope["extensions"] = extensions
 
     def _await_head(self) -> None:
         self._head_bytes = 0

@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from services.gateway.histogram import TokenHistogram
 from services.gateway.timeline import Timeline
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -23,7 +24,12 @@ class Metrics:
 
         self.ttft = histogram("ttft", "Arrival at the gateway to first token.", _SLOW)
         self.tpot = histogram("tpot", "(Last - first token) / (tokens - 1).", _FAST)
-        self.itl = histogram("itl", "Gap between two arrivals of tokens of a request.", _FAST)
+        self.itl = TokenHistogram(
+            "diptych_itl_seconds",
+            "Gap between two arrivals of tokens of a request.",
+            _FAST,
+            self.registry,
+        )
         self.e2e = histogram("request", "Arrival at the gateway to the end.", _SLOW)
         phase = Histogram(
             "diptych_ttft_phase_seconds",

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from services.gateway.body import ClientGone
 from services.gateway.call import Call
 from services.gateway.choice import Choice
 from services.gateway.errors import RequestFailed, error_body, http_error
+from services.gateway.http_protocol import CHUNKS, ChunkWriter
 
 FIRST_WAIT = 10.0
 """Seconds an event stream waits for its first output, to answer a refusal by status code."""
@@ -84,7 +86,7 @@ class EventStream(Response):
                     await early(scope, receive, send)
                     return
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-                await self._stream(changed, send)
+                await self._stream(changed, send, scope.get("extensions", {}).get(CHUNKS))
         except TimeoutError:
             # Returning without a complete body makes the server close the connection.
             return
@@ -97,8 +99,11 @@ class EventStream(Response):
         except TimeoutError:
             return ()
 
-    async def _stream(self, changed: Sequence[Choice], send: Send) -> None:
+    async def _stream(
+        self, changed: Sequence[Choice], send: Send, writer: ChunkWriter | None
+    ) -> None:
         call, renderer = self._call, self._renderer
+        at_once = None if writer is None else partial(self._write, writer)
         while not call.cancelled:
             parts = [renderer.chunk(choice) for choice in changed]
             more = True
@@ -113,7 +118,16 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
             if not more:
                 return
-            changed = await call.changed()
+            changed = await call.changed(at_once)
+
+    def _write(self, writer: ChunkWriter, changed: Sequence[Choice]) -> bool:
+        """Send what is no end; False while the client reads too slowly."""
+        if not writer.writable():
+            return False
+        body = b"".join([self._renderer.chunk(choice) for choice in changed])
+        if body:
+            writer.write(body)
+        return True
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
 from shared.ids import GatewayId, new_incarnation
 from shared.messages.gateway_router import FromGateway, ToGateway
-from shared.service import ReadyFile
+from shared.service import ReadyFile, settle_heap
 from shared.transport.link import DealerLink
 from shared.transport.security import security_for
 
@@ -139,6 +139,7 @@ async def serve(config: GatewayConfig, name: GatewayId, stop: asyncio.Event) -> 
     """
     model_dir = await asyncio.to_thread(resolve_model, config.model_path)
     gateway = Gateway(config, name, Tokenizer(model_dir))
+    settle_heap()
     try:
         await gateway.run(ReadyFile(config.runtime_dir, name), stop)
     finally:

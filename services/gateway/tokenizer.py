@@ -7,7 +7,12 @@ import tokenizers
 from tokenizers import decoders
 
 from services.gateway.chat_template import load_chat_template, special_text
-from services.gateway.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.gateway.detokenize import (
+    ByteDetokenizer,
+    BytePieces,
+    Detokenizer,
+    WindowDetokenizer,
+)
 from services.gateway.model_facts import read_json, read_model_facts
 from shared.errors import InvalidRequest, UnsupportedModel
 
@@ -43,7 +48,7 @@ class Tokenizer:
         byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces = [_to_bytes(name or "") for name in self._names] if byte_level else None
         self._visible = (
-            [b"" if i in self._special else piece for i, piece in enumerate(self._pieces)]
+            BytePieces([b"" if i in self._special else p for i, p in enumerate(self._pieces)])
             if self._pieces is not None
             else None
         )

@@ -18,7 +18,7 @@ from shared.runtime import (
     router_workers_endpoint,
     runtime_dir,
 )
-from shared.service import EXIT_REFUSED, ReadyFile, parse_arguments, run_service
+from shared.service import EXIT_REFUSED, ReadyFile, parse_arguments, run_service, settle_heap
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ async def serve(deployment: Deployment, name: str, stop: asyncio.Event) -> None:
         gateways = router_gateways_endpoint(deployment)
         workers = router_workers_endpoint(deployment)
         service.bind(gateways, workers, deployment.security)
+        settle_heap()
         ready.write(incarnation)
         log.info("ready: gateways at %s, workers at %s", gateways, workers)
         await service.run(stop)

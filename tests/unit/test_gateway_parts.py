@@ -2,15 +2,26 @@
 
 import json
 
+import msgspec
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from tokenizers import decoders, models
 
+from services.gateway.answers import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+)
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.chunk_template import MARK, ChunkTemplate
 from services.gateway.detokenize import WindowDetokenizer
 from services.gateway.errors import ContextLengthExceeded, RequestFailed, http_error
+from services.gateway.histogram import TokenHistogram
 from services.gateway.sampling_params import (
     Extras,
     SamplingOptions,
@@ -130,3 +141,36 @@ def test_errors_have_openai_shape() -> None:
     }
     busy = http_error(RequestFailed(ErrorPayload(code="overloaded", message="x", retry_after=0.2)))
     assert (busy.status, busy.headers) == (429, {"retry-after": "1"})
+
+
+@given(text=st.text(), model=st.text(), usage=st.booleans())
+def test_an_event_from_a_template_is_the_encoded_document(
+    text: str, model: str, usage: bool
+) -> None:
+    """A text with quotes, controls or the name of the mark must not break out of its string."""
+
+    def completion(text: str) -> Completion:
+        part = CompletionChoice(2, text)
+        none = None if usage else msgspec.UNSET
+        return Completion(id="i", created=1, model=model, choices=[part], usage=none)
+
+    def chat(text: str) -> ChatCompletionChunk:
+        part = ChatChunkChoice(2, ChatDelta(content=text))
+        return ChatCompletionChunk(id="i", created=1, model=model, choices=[part])
+
+    for make in (completion, chat):
+        document = msgspec.json.encode(make(text))
+        assert ChunkTemplate(make(MARK)).fill(text) == b"data: " + document + b"\n\n"
+
+
+@given(values=st.lists(st.floats(0, 20) | st.sampled_from([0.1, 1.0, 10.0])))
+def test_the_histogram_of_tokens_reads_like_prometheus_own(values: list[float]) -> None:
+    pages = []
+    for kind in (Histogram, TokenHistogram):
+        registry = CollectorRegistry()
+        histogram = kind("gap_seconds", "Gaps.", buckets=(0.1, 1.0, 10.0), registry=registry)
+        for value in values:
+            histogram.observe(value)
+        page = generate_latest(registry).decode().splitlines()
+        pages.append([line.partition(" 1.")[0] if "_created" in line else line for line in page])
+    assert pages[0] == pages[1]
