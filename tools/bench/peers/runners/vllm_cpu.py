@@ -9,6 +9,8 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 _WARM_UP = 3
+_MARGIN = 256
+"""Tokens beyond the longest shape: vLLM asks for room for output even where there is none."""
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., object]]:
@@ -16,7 +18,7 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., object]]:
     llm = LLM(
         model=options["model"],
         dtype="bfloat16",
-        max_model_len=options["longest"],
+        max_model_len=options["longest"] + _MARGIN,
         max_num_seqs=options["slots"],
         enable_prefix_caching=True,
         disable_log_stats=True,
