@@ -9,6 +9,7 @@ from msgspec import Struct
 
 _BUDGET = 64
 _NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
+_RCVMORE = int(zmq.RCVMORE)
 """As plain numbers: arithmetic with pyzmq's enums costs more than the calls."""
 _RETRY_FIRST, _RETRY_LAST = 0.001, 0.05
 
@@ -108,6 +109,8 @@ class SocketPump:
             self._scheduled.cancel()
             self._scheduled = None
         for _ in range(_BUDGET):
+            if not int(self._socket.get(_EVENTS)) & _POLLIN:
+                break
             frames = _receive(self._socket)
             if frames is None:
                 break
@@ -120,7 +123,10 @@ class SocketPump:
                     self._schedule()
             if self._socket.closed:
                 return
-        self._write()
+        else:
+            self._schedule()
+        if self._retry is not None:
+            self._write()
 
     def _write(self) -> None:
         if self._retry is not None:
@@ -135,6 +141,9 @@ class SocketPump:
 
 def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
     try:
-        return socket.recv_multipart(_NOBLOCK)
+        frames = [socket.recv(_NOBLOCK)]
     except zmq.Again:
         return None
+    while socket.get(_RCVMORE):
+        frames.append(socket.recv(_NOBLOCK))
+    return frames
