@@ -107,6 +107,7 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     worker_timeout: Seconds = Seconds(5.0)
     hung_after: Seconds = Seconds(30.0)
     drain_timeout: Seconds = Seconds(30.0)
+    no_worker_timeout: Seconds = Seconds(30.0)
 
 
 class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,6 +208,7 @@ _DURATION_KEYS = {
     "worker_timeout",
     "hung_after",
     "drain_timeout",
+    "no_worker_timeout",
     "request_timeout",
 }
 _FREE_KEYS = {"api_keys"}

@@ -113,6 +113,10 @@ class AdmissionQueue:
                 self._left.append(now)
                 start(request, placement)
 
+    def waiting(self) -> list[OpenRequest]:
+        """Return all that wait, first those that were running before."""
+        return [*self._resumed, *(r for line in self._tenants.values() for r in line)]
+
     def held_until(self, now: float) -> float:
         """Return when the next request that is held back may run; infinity without one."""
         held = (r.not_before for r in self._resumed if r.not_before > now)

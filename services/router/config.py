@@ -22,6 +22,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     worker_timeout: float = 5.0
     hung_after: float = 30.0
     drain_timeout: float = 30.0
+    no_worker_timeout: float = 30.0
 
 
 def router_config(deployment: Deployment) -> RouterConfig:
@@ -38,4 +39,5 @@ def router_config(deployment: Deployment) -> RouterConfig:
         worker_timeout=section.worker_timeout,
         hung_after=section.hung_after,
         drain_timeout=section.drain_timeout,
+        no_worker_timeout=section.no_worker_timeout,
     )

@@ -123,30 +123,34 @@ def has_room(worker: Worker, blocks: int) -> bool:
     )
 
 
+def can_decode(worker: Worker, config: RouterConfig) -> bool:
+    """Whether requests can end on this worker now: without one, none can even begin."""
+    if worker.health != "ready":
+        return False
+    if config.deployment_type == "colocated":
+        return worker.role == "mixed"
+    return worker.role != "prefill"
+
+
 def place(
-    request: OpenRequest, workers: Iterable[Worker], config: RouterConfig, *, settled: bool
+    request: OpenRequest, workers: Sequence[Worker], config: RouterConfig, *, settled: bool
 ) -> Placement:
     """Choose for one request. ``settled`` False: prefill workers may still be on their way."""
-    ready = [worker for worker in workers if worker.health == "ready"]
-    if config.deployment_type == "colocated":
-        mixed = [worker for worker in ready if worker.role == "mixed"]
-        if not mixed:
-            return Wait(absent=True, reason="no_worker")
-        local = _best_local(mixed, need_of(request, mixed[0]), request.avoid)
-        return Wait(False, "busy") if local is None else Local(local, "colocated")
-    decoders = [worker for worker in ready if worker.role != "prefill"]
+    decoders = [worker for worker in workers if can_decode(worker, config)]
     if not decoders:
         return Wait(absent=True, reason="no_worker")
     need = need_of(request, decoders[0])
     local = _best_local(decoders, need, request.avoid)
     if local is None:
         return Wait(absent=False, reason="busy")
+    if config.deployment_type == "colocated":
+        return Local(local, "colocated")
     if not request.request.force_split:
         if need.tokens < config.split_threshold:
             return Local(local, "short_prompt")
         if need.uncached(local) < config.split_threshold:
             return Local(local, "cached_prefix")
-    prefills = of_role(ready, "prefill")
+    prefills = of_role(workers, "prefill")
     if not prefills:
         return _no_prefill(local, config, settled)
     large_enough = [w for w in prefills if w.hello.blocks_total >= need.prefill_blocks]

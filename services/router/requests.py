@@ -8,7 +8,16 @@ from services.router.config import RouterConfig
 from services.router.counters import Counters
 from services.router.dispatch import Dispatcher
 from services.router.effects import Outbox
-from services.router.placement import Local, Pair, Placement, Refuse, Wait, hashes_of, place
+from services.router.placement import (
+    Local,
+    Pair,
+    Placement,
+    Refuse,
+    Wait,
+    can_decode,
+    hashes_of,
+    place,
+)
 from services.router.records import Gateway, Leg, OpenRequest, Worker
 from shared.errors import DeadlineExceeded, ErrorPayload, InvalidRequest, NoWorker, Overloaded
 from shared.ids import RequestId
@@ -20,6 +29,9 @@ MAX_OPEN = 16_384
 
 MAX_BYTES = 7 << 20
 """What a request may take in a frame of 8 MiB; larger ones no worker could be sent."""
+
+NO_WORKER_RETRY = 5.0
+"""Seconds after which to try again where there was no worker for long."""
 
 SETTLE_TIME = 2.0
 """Seconds after start in which prefill workers may still be saying hello."""
@@ -53,6 +65,7 @@ class Requests:
         self._counters = counters
         self._started = started
         self._next_end = self._next_start = float("inf")
+        self._absent_since: float | None = started
 
     @property
     def due(self) -> float:
@@ -149,13 +162,40 @@ class Requests:
     def place_all(self, workers: Iterable[Worker], now: float) -> None:
         """Start whatever there is room for."""
         self._next_start = float("inf")
+        if any(can_decode(worker, self._config) for worker in workers):
+            self._absent_since = None
+        elif self._absent_since is None:
+            self._absent_since = now
         if not len(self.queue):
             return
         choose = partial(self._choose, list(workers), now)
         self.queue.drain(choose, partial(self._start, now), now)
         self._next_start = self.queue.held_until(now)
+        if self._absent_since is not None:
+            self._next_start = min(self._next_start, self._despair(self._absent_since, now))
         if len(self.queue) and not self.settled(now):
             self._next_start = min(self._next_start, self._started + SETTLE_TIME)
+
+    def _despair(self, absent_since: float, now: float) -> float:
+        """End what never brought output and nobody could run for too long; return the next end.
+
+        Streams under way wait on, for as long as they may run at all.
+        """
+        patience, due = self._config.no_worker_timeout, float("inf")
+        for request in self.queue.waiting():
+            end = max(absent_since, request.received) + patience
+            if request.num_output:
+                continue
+            if end > now:
+                due = min(due, end)
+                continue
+            error = NoWorker(
+                f"no worker that could decode has been ready for {patience:g} s "
+                "(router.no_worker_timeout)",
+                retry_after=NO_WORKER_RETRY,
+            )
+            self.end(request, error=error.payload())
+        return due
 
     def expire(self, now: float) -> None:
         """End what has run out of time, queued or running."""

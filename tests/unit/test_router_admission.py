@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from services.router.effects import Note, SendWorker, Stop
-from services.router.events import DrainRouter, GatewayMessage, GatewayUnreachable, Tick
+from services.router.events import (
+    DrainRouter,
+    GatewayMessage,
+    GatewayUnreachable,
+    Tick,
+    WorkerExited,
+)
 from shared.ids import GatewayId, Incarnation
 from shared.messages.gateway_router import (
     Drain,
@@ -133,14 +139,53 @@ def test_a_deadline_while_running_cancels_the_work() -> None:
     world.idle()
 
 
-def test_without_any_worker_requests_wait_until_their_deadline() -> None:
+def test_without_any_worker_requests_end_long_before_their_deadline() -> None:
+    """Clients waited ten minutes for a decode worker that was not there."""
     world = World()
     gate = world.gateway()
     world.generate(gate, "a", ttl=4.0)
+    world.generate(gate, "b")
     world.wait(2.0)
     assert not world.to(gate)
     world.wait(2.5)
     assert world.one(gate, Ended).error.code == "deadline_exceeded"
+    world.wait(25.0)
+    assert not world.to(gate)
+    assert world.state.wake_at <= world.now + 0.6
+    world.wait(1.0)
+    error = world.one(gate, Ended).error
+    assert error.code == "no_worker" and error.retryable and error.retry_after
+    assert "router.no_worker_timeout" in error.message
+    world.idle()
+
+
+def test_a_decode_worker_that_comes_back_in_time_serves_all_that_waited() -> None:
+    world = SplitWorld(no_worker_timeout=8.0)
+    world.handle(WorkerExited(world.decodes[0]))
+    world.generate(world.gate, "a", 10)
+    world.wait(7.5, *world.prefills)
+    world.generate(world.gate, "b", 10)
+    again = world.worker("decode-0", 2)
+    assert [m.request.request_id for m in world.to(again, Run)] == ["a", "b"]
+    world.handle(WorkerExited(again))
+    world.wait(7.5, *world.prefills)
+    assert not world.to(world.gate, Ended), "the wait begins anew with every loss"
+    world.wait(1.0, *world.prefills)
+    codes = [ended.error.code for ended in world.to(world.gate, Ended)]
+    assert codes == ["no_worker", "no_worker"]
+
+
+def test_a_stream_under_way_waits_for_a_worker_as_long_as_it_may_run() -> None:
+    """Its client has half an answer, and a decode worker may take long to load."""
+    world = SplitWorld(no_worker_timeout=3.0)
+    world.generate(world.gate, "a", 10)
+    run = world.one(world.decodes[0], Run)
+    world.tokens(world.decodes[0], run.dispatch, 0, 50)
+    world.handle(WorkerExited(world.decodes[0]))
+    world.wait(60.0, *world.prefills)
+    assert not world.to(world.gate, Ended)
+    again = world.worker("decode-0", 2)
+    assert world.one(again, Run).request.output_ids == (50,)
 
 
 def test_a_dispatch_carries_the_time_that_is_left() -> None:
