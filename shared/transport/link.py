@@ -180,6 +180,10 @@ class DealerLink(Generic[In, Out]):
         self._pump.retry_soon()
         return self._outbox.push(payload)
 
+    def fits(self, message: Out) -> bool:
+        """Whether the message is small enough to be sent at all."""
+        return self._codec.encode(message) is not None
+
     def close(self) -> None:
         """Offer what waits once more, then close the socket. Idempotent."""
         if self._socket.closed:

@@ -15,7 +15,7 @@ from shared.ids import new_incarnation
 from shared.kv.arena import KvArena
 from shared.kv.block_pool import BlockPool
 from shared.messages.hello import Compatibility
-from shared.messages.router_worker import WorkerHello
+from shared.messages.router_worker import CancelWork, FromWorker, StepOutput, WorkerHello
 from shared.runtime import host_id
 from shared.service import ReadyFile, ServiceFailed
 from shared.transport.bulk.faults import FaultyCopies
@@ -33,11 +33,20 @@ from shared.worker.effects import (
     ToRouter,
     ToSource,
 )
-from shared.worker.events import Event, ReaderLost, StepDone, StepFailed, StopRequested, Tick
+from shared.worker.events import (
+    Event,
+    ReaderLost,
+    RouterSaid,
+    StepDone,
+    StepFailed,
+    StopRequested,
+    Tick,
+)
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
 from shared.worker.live import storage_windows
 from shared.worker.movers import Movers
+from shared.worker.oversize import divide
 from shared.worker.settings import WorkerSettings
 from shared.worker.state import WorkerState
 from shared.worker.step_runner import StepRunner
@@ -164,9 +173,7 @@ class WorkerService:
             case RunStep():
                 self._engine.submit(effect)
             case ToRouter():
-                sent = self._links.router.send(effect.message)
-                if not sent and not isinstance(effect.message, WorkerHello):
-                    self._end(ServiceFailed("the router takes no messages any more"))
+                self._to_router(effect.message)
             case ToReader():
                 if not self._links.readers.send(effect.peer, effect.message):
                     self._queue.append(ReaderLost(effect.peer))
@@ -186,6 +193,22 @@ class WorkerService:
             case Exit():
                 refused = IncompatiblePeer(effect.error or "the router refused this worker")
                 self._end(refused if effect.refused else None)
+
+    def _to_router(self, message: FromWorker) -> None:
+        """Send; what is too large costs its dispatch, a router that takes nothing the process."""
+        link = self._links.router
+        if link.send(message) or isinstance(message, WorkerHello):
+            return
+        if link.fits(message):
+            self._end(ServiceFailed("the router takes no messages any more"))
+        elif isinstance(message, StepOutput):
+            parts, lost = divide(message, link.fits)
+            log.error("dispatches %s failed: their output fits no message", lost)
+            for part in parts:
+                self._to_router(part)
+            self._queue.extend(RouterSaid(CancelWork(dispatch=dispatch)) for dispatch in lost)
+        else:
+            log.error("a message larger than the router takes was dropped: %s", type(message))
 
     async def _beat(self, stop: asyncio.Event) -> None:
         """Tick until cancelled; the stop signal becomes an event, too."""

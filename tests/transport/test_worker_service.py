@@ -15,6 +15,7 @@ from shared.errors import ErrorPayload, IncompatiblePeer
 from shared.ids import DispatchId, Incarnation
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
+from shared.messages.request import TokenLogprob
 from shared.messages.router_worker import (
     FromWorker,
     Run,
@@ -176,3 +177,49 @@ def test_blocks_that_are_unaccounted_for_at_idle_end_the_process(
 
     with pytest.raises(ServiceFailed, match="lost track of blocks"):
         run_async(serve(settings, FakeEngine(), sends(0), spoil))
+
+
+class WordyEngine(FakeEngine):
+    """Scores the tokens of its first sequence with more candidates than fit a message."""
+
+    first: int | None = None
+
+    def step(self, batch: StepInput, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        self.first = batch.sequences[0].key if self.first is None else self.first
+        score = TokenLogprob(-1.0, tuple((i, -1.0) for i in range(400)))
+        return StepResult(
+            sampled=tuple(
+                Sampled(s.key, 5, score if s.key == self.first else None)
+                for s in batch.sequences
+                if s.sample
+            )
+        )
+
+
+def test_output_larger_than_a_message_costs_its_request_and_not_the_worker(
+    run_async: RunAsync, settings: WorkerSettings
+) -> None:
+    """The worker took it for a router that is gone, and exited."""
+    output: list[StepOutput] = []
+    refusal = ErrorPayload(code="incompatible_peer", message="that is all")
+
+    def answer(message: FromWorker) -> list[ToWorker]:
+        match message:
+            case WorkerHello():
+                runs = [Run(dispatch=DispatchId(i), request=request((3, 4), 6)) for i in (1, 2)]
+                return [WorkerWelcome(incarnation=Incarnation(1)), *runs]
+            case StepOutput():
+                output.append(message)
+                return [WorkerRefused(error=refusal)] if message.finished else []
+            case _:
+                return []
+
+    def spoil(service: WorkerService) -> None:
+        service._links.router._codec._max_frame = 1500
+
+    with pytest.raises(IncompatiblePeer, match="that is all"):
+        run_async(serve(settings, WordyEngine(), answer, spoil))
+    failed = [(f.dispatch, f.error.code) for part in output for f in part.failed]
+    assert failed == [(1, "too_large")]
+    tokens = [t.dispatch for part in output for t in part.tokens]
+    assert tokens == [2] * 6
