@@ -1,0 +1,130 @@
+"""Launches of our Triton kernels. Needs triton; on a GPU, or under its interpreter on the CPU."""
+
+from typing import Final
+
+import torch
+
+from shared.kernels.gpu.chunk import attend_chunk
+from shared.kernels.gpu.decode import merge_partitions, partition_count, sum_partitions
+from shared.kernels.gpu.form import Form, form_of
+from shared.kernels.gpu.plan import TILE_ROWS, Plan
+from shared.kernels.gpu.write import Row, write_row
+
+_PROGRAMS: Final = 1024
+"""Programs that keep a large GPU busy; more of them per sequence only add sums to merge."""
+
+_WIDE: Final = 128
+"""Head width above which key tiles shrink, so that all fits the 99 KiB of shared memory that
+every GPU since Ampere has."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    plan: Plan,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend q [rows, heads, k_dim]; see ``shared.kernels.ops.paged_attention``.
+
+    A sequence's result does not depend on the others of its batch.
+
+    Raises:
+        RuntimeError: shapes do not fit.
+    """
+    form = form_of(q, pools, window or 0, softcap or 0.0, sinks is not None)
+    out = q.new_empty((q.shape[0], form.heads, form.v_dim))
+    # A kernel without sinks never reads the pointer, yet it needs one.
+    weights = out if sinks is None else sinks
+    if plan.decodes.shape[0]:
+        _decode(q, pools, plan, (out, weights), scaling, form)
+    if plan.tiles.shape[0]:
+        keys, stages = _tile(form)
+        attend_chunk[(plan.tiles.shape[0], form.heads)](
+            (q, *pools, weights, out),
+            (plan.tables, plan.context, plan.query_start, plan.tiles),
+            (q.stride(0), q.stride(1), *plan.tables.stride()),
+            scaling,
+            form,
+            ROWS=TILE_ROWS,
+            KEYS=keys,
+            num_warps=4,
+            num_stages=stages,
+        )
+    return out
+
+
+def _tile(form: Form) -> tuple[int, int]:
+    """Return keys per tile of a chunk, and loads in flight."""
+    wide = max(form.k_pad, form.v_pad) > _WIDE
+    if form.exact:
+        return (16 if wide else 32), 1
+    return (32 if wide else 64), 2
+
+
+def _decode(
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    plan: Plan,
+    target: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+    form: Form,
+) -> None:
+    out, sinks = target
+    decodes = plan.decodes.shape[0]
+    room = partition_count(plan.longest)
+    cells = (decodes, form.heads, room)
+    values = q.new_empty((*cells, form.v_pad), dtype=torch.float32)
+    weights = q.new_empty(cells, dtype=torch.float32)
+    peaks = q.new_empty(cells, dtype=torch.float32)
+    share = min(room, max(1, -(-_PROGRAMS // (decodes * form.kv_heads))))
+    sum_partitions[(decodes, form.kv_heads, share)](
+        (q, *pools, plan.tables, plan.context, plan.query_start, plan.decodes),
+        (values, weights, peaks),
+        (q.stride(0), q.stride(1), *plan.tables.stride(), room),
+        scaling,
+        form,
+        KEYS=32 if form.exact else 64,
+        num_warps=4,
+        num_stages=1 if form.exact else 2,
+    )
+    merge_partitions[(decodes, form.heads)](
+        out,
+        sinks,
+        (values, weights, peaks, room),
+        (plan.context, plan.query_start, plan.decodes),
+        form,
+        num_warps=4,
+    )
+
+
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Store k, v [rows, kv_heads, dim] in ``slots`` [rows] of one layer's contiguous pools.
+
+    A slot outside the pool is left out.
+
+    Raises:
+        RuntimeError: shapes do not fit.
+    """
+    heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
+    if k_pool.shape[2:] != (heads, k_dim) or v_pool.shape[2:] != (heads, v_dim):
+        raise RuntimeError(f"k {tuple(k.shape)}, v {tuple(v.shape)} do not fit their pools")
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        raise RuntimeError("the last axis of k and v must be adjacent")
+    widths = tuple(1 << (heads * dim - 1).bit_length() for dim in (k_dim, v_dim))
+    write_row[(k.shape[0],)](
+        (k, v, k_pool, v_pool, slots),
+        (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        k_pool.shape[0] * k_pool.shape[1],
+        Row(heads, k_dim, v_dim, *widths),
+        num_warps=4,
+    )

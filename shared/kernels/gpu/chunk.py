@@ -1,0 +1,72 @@
+"""Attention of prompt chunks: a tile of one sequence's rows walks over the keys it may see.
+
+FlashAttention-2 (Dao, 2023) over block tables. Tiles begin at multiples of their height within
+the chunk and key tiles at multiples of theirs, so a row's sums depend on its own chunk alone.
+"""
+
+import triton
+import triton.language as tl
+
+from shared.kernels.gpu.tile import LOG2E, absorb, place_of
+
+
+@triton.jit
+def attend_chunk(
+    tensors: tl.tuple,
+    index: tl.tuple,
+    strides: tl.tuple,
+    scale: tl.tensor,
+    form: tl.constexpr,
+    ROWS: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+) -> None:
+    """Attend ``ROWS`` rows of one chunk and one query head.
+
+    ``index``: tables, context, query_start and tiles int32 [tiles, 2] with each tile's sequence
+    and its first row counted from the chunk's. ``strides`` as in ``sum_partitions``.
+    """
+    q, k_pool, v_pool, sinks, out = tensors
+    tables, context_of, query_start, tiles = index
+    q_row, q_head, table_row, table_column = strides
+    head = tl.program_id(1)
+    kv_head = head // (form.heads // form.kv_heads)
+    sequence = tl.load(tiles + 2 * tl.program_id(0))
+    offset = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    first, end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
+    context = tl.load(context_of + sequence)
+    table = tables + sequence.to(tl.int64) * table_row
+    row = (first + offset + tl.arange(0, ROWS)).to(tl.int64)
+    position = context - (end - first) + offset + tl.arange(0, ROWS)
+    has_row = row < end
+    newest = context - (end - first) + offset
+    low = 0
+    if form.window > 0:
+        low = tl.maximum(newest - form.window + 1, 0)
+    k_column, v_column = tl.arange(0, form.k_pad), tl.arange(0, form.v_pad)
+    query = tl.load(
+        q + row[:, None] * q_row + head * q_head + k_column[None, :],
+        mask=has_row[:, None] & (k_column < form.k_dim)[None, :],
+        other=0.0,
+    )
+    weight = tl.zeros((ROWS,), tl.float32)
+    if form.sinks:
+        peak = weight + tl.load(sinks + head) * LOG2E
+        weight += 1.0
+    else:
+        peak = weight - float("inf")
+    value = tl.zeros((ROWS, form.v_pad), tl.float32)
+    for tile in range(low // KEYS * KEYS, tl.minimum(context, newest + ROWS), KEYS):
+        keys = tile + tl.arange(0, KEYS)
+        live = (keys >= low) & (keys < context)
+        place = place_of((table, table_column), keys, live, form) * form.kv_heads + kv_head
+        seen = live[None, :] & (keys[None, :] <= position[:, None])
+        if form.window > 0:
+            seen = seen & (keys[None, :] > position[:, None] - form.window)
+        peak, weight, value = absorb(
+            (peak, weight, value), query, (k_pool, v_pool), place, (live, seen), scale, form
+        )
+    tl.store(
+        out + (row[:, None] * form.heads + head) * form.v_dim + v_column[None, :],
+        value / tl.where(has_row, weight, 1.0)[:, None],
+        mask=has_row[:, None] & (v_column < form.v_dim)[None, :],
+    )

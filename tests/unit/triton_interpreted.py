@@ -1,0 +1,182 @@
+"""Our Triton kernels under Triton's interpreter; run by ``test_triton_kernels``.
+
+The interpreter must be chosen before the kernels are imported, so this file has a process of its
+own: ``TRITON_INTERPRET=1 pytest tests/unit/triton_interpreted.py``.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from shared.kernels import fallback
+from shared.kernels.gpu import decode
+from shared.kernels.gpu.attention import kv_write, paged_attention
+from shared.kernels.gpu.decode import partition_count
+from shared.kernels.gpu.plan import plan_of
+from shared.kernels.types import AttentionBatch
+from tests.unit.kernel_reference import Case, attention, make_case
+
+POOLS = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.9's interpreter multiplies the bits of bf16 matrices as integers; widen them."""
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: object) -> Any:
+        wide = [
+            (h.data.astype(np.uint32) << 16).view(np.float32)
+            if h.data.dtype == np.uint16
+            else h.data.astype(np.float32)
+            for h in (a, b)
+        ]
+        return interpreter.TensorHandle(np.matmul(*wide) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def run(case: Case, **options: Any) -> torch.Tensor:
+    plan = plan_of(case.batch, case.k_pool.shape[0], case.k_pool.shape[1])
+    scaling = case.q.shape[2] ** -0.5
+    return paged_attention(case.q, (case.k_pool, case.v_pool), plan, scaling=scaling, **options)
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    """Compare with the plain reference and with the CPU's torch kernel."""
+    scaling = case.q.shape[2] ** -0.5
+    found = run(case, **options).float()
+    window, softcap, sinks = (options.get(n) for n in ("window", "softcap", "sinks"))
+    pools = (case.k_pool, case.v_pool)
+    other = fallback.paged_attention(
+        case.q.float(), pools, case.batch, scaling, window or 0, softcap or 0.0, sinks
+    )
+    for expected in (attention(case, scaling, **options), other):
+        error = float((found - expected).abs().max())
+        assert error <= TOLERANCE[dtype], error
+
+
+def half(case: Case, dtype: torch.dtype) -> Case:
+    """Return the case with queries in the pools' own format, as a model of it has them."""
+    return Case(case.q.to(dtype), case.k_pool, case.v_pool, case.batch)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_decodes_and_chunks_in_one_batch(pool: torch.dtype) -> None:
+    """Partitions, merges, tiles that end inside a block, rows of both kernels side by side."""
+    lengths = [(1, 1), (20, 20), (1, 256), (1, 257), (65, 70)]
+    shape: dict[str, Any] = {"heads": 3, "kv_heads": 1, "dims": (16, 16), "block_size": 16}
+    check(half(make_case(1, lengths, pool_dtype=pool, **shape), pool), pool)
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 257])
+def test_window_sees_exactly_its_newest_keys(window: int) -> None:
+    """Off by one at the window's lower end, where tiles and partitions are skipped."""
+    lengths = [(1, 1), (1, window), (1, window + 1), (9, window + 8), (1, 520)]
+    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dims": (16, 16), "block_size": 8}
+    check(make_case(2, lengths, pool_dtype=torch.float32, **shape), window=window)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_shape(seed: int) -> None:
+    """Odd dims, K and V of different width, any grouping, block size 1, windows, caps, sinks."""
+    source = np.random.default_rng(seed)
+
+    def pick(*values: Any) -> Any:
+        return values[int(source.integers(len(values)))]
+
+    kv_heads = pick(1, 2)
+    heads = kv_heads * pick(1, 2, 3)
+    rows = [(int(source.integers(1, 30)), int(source.integers(0, 90))) for _ in range(3)]
+    rows[0] = (1, rows[0][1])
+    pool = pick(*POOLS)
+    case = make_case(
+        seed,
+        [(count, count + before) for count, before in rows],
+        heads=heads,
+        kv_heads=kv_heads,
+        dims=(pick(1, 3, 8, 33, 64, 80), pick(1, 5, 16, 20, 64)),
+        block_size=pick(1, 4, 5, 16, 32),
+        pool_dtype=pool,
+    )
+    check(
+        case,
+        window=pick(None, int(source.integers(1, 120))),
+        softcap=pick(None, 30.0),
+        sinks=pick(None, torch.linspace(-2.0, 3.0, heads)),
+    )
+
+
+def test_contexts_past_the_small_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of the few large partitions, and more partitions than one merge step takes."""
+    edge = 64 * 256
+    counts = [partition_count(n) for n in (1, 256, 257, edge, edge + 1, edge + 2048, edge + 2049)]
+    assert counts == [1, 1, 2, 64, 65, 65, 66]
+    for name, keys in (("SMALL", 16), ("SMALL_COUNT", 20), ("LARGE", 128)):
+        monkeypatch.setattr(decode, name, tl.constexpr(keys))
+    shape: dict[str, Any] = {"heads": 1, "kv_heads": 1, "dims": (16, 16), "block_size": 32}
+    case = make_case(5, [(1, 449), (1, 321), (1, 320)], pool_dtype=torch.float32, **shape)
+    check(case)
+    check(case, window=350)
+
+
+def test_result_does_not_depend_on_the_batch() -> None:
+    """Greedy output must not change with what else happens to be in the step."""
+    lengths = [(1, 1), (1, 260), (20, 40), (70, 80)]
+    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dims": (16, 16), "block_size": 16}
+    case = make_case(3, lengths, pool_dtype=torch.float32, **shape)
+    together = run(case)
+    for s in range(len(lengths)):
+        first, last = case.batch.query_start[s : s + 2].tolist()
+        alone = AttentionBatch(
+            case.batch.tables[s : s + 1].contiguous(),
+            torch.tensor([0, last - first]).int(),
+            case.batch.context[s : s + 1].contiguous(),
+        )
+        single = run(Case(case.q[first:last], case.k_pool, case.v_pool, alone))
+        assert torch.equal(single, together[first:last])
+
+
+def test_tables_laid_out_by_columns() -> None:
+    """Graphs keep block tables column after column; a stride taken for 1 reads other blocks."""
+    lengths = [(1, 50), (10, 30), (1, 9)]
+    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dims": (16, 16), "block_size": 4}
+    case = make_case(6, lengths, pool_dtype=torch.float32, **shape)
+    columns = case.batch.tables.t().contiguous().t()
+    assert columns.stride() == (1, 3)
+    batch = AttentionBatch(columns, case.batch.query_start, case.batch.context)
+    assert torch.equal(run(Case(case.q, case.k_pool, case.v_pool, batch)), run(case))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter
+def test_nan_stays_in_its_sequence() -> None:
+    """One request's NaN must fail that request only."""
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dims": (16, 16), "block_size": 4}
+    case = make_case(4, [(1, 50), (1, 50), (20, 20)], pool_dtype=torch.float32, **shape)
+    clean = run(case)
+    case.k_pool[int(case.batch.tables[1, 3]), 1] = math.nan
+    case.q[-1] = math.inf
+    dirty = run(case)
+    assert dirty[1].isnan().all()
+    assert dirty[-1].isnan().all()
+    assert torch.equal(dirty[0], clean[0])
+    assert torch.allclose(dirty[2:-1], clean[2:-1])
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_kv_write_fills_its_slots_only(pool: torch.dtype, source: torch.dtype) -> None:
+    """Heads in the wrong order, a slot beside the right one, or one past the pool written."""
+    k, v = torch.randn(3, 7, 20).to(source), torch.randn(3, 7, 9).to(source)
+    whole_k, whole_v = torch.zeros(6, 4, 3, 20, dtype=pool), torch.zeros(6, 4, 3, 9, dtype=pool)
+    slots = torch.tensor([15, 0, 7, 8, 3, 16, -1])
+    kv_write(k.transpose(0, 1), v.transpose(0, 1), whole_k[:4], whole_v[:4], slots)
+    for stored, fresh in ((whole_k, k), (whole_v, v)):
+        expected = torch.zeros_like(stored).flatten(0, 1)
+        expected[slots[:5]] = fresh.transpose(0, 1)[:5].to(pool)
+        torch.testing.assert_close(stored.flatten(0, 1), expected, rtol=2**-7, atol=0)
