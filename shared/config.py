@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
-from shared.messages.fleet import CodecRule
+from shared.messages.fleet import CodecRule, PathRule
 from shared.yaml_file import read_mapping
 
 Seconds = NewType("Seconds", float)
@@ -66,13 +66,14 @@ class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """KV hand-over. ``notify_layers``: layers per ready notification while prefill computes.
 
     ``path``: ``ipc`` copies out of shared memory, ``host`` sends over sockets, ``auto`` takes
-    ``ipc`` where a self-test proves it and ``host`` elsewhere, decided once per pair. On
+    ``ipc`` where a self-test proves it and ``host`` elsewhere, ``nixl`` reads by the library
+    of that name where both sides have it, else as ``host``, decided once per pair. On
     ``host`` a reader has ``window`` slots for chunks of ``chunk_size`` bytes, and asks again after
     ``stall_timeout`` without one. ``codec`` makes the bytes fewer there, with a loss; ``auto``
     takes one where the link is so slow that it pays.
     """
 
-    path: Literal["auto", "ipc", "host"] = "auto"
+    path: PathRule = "auto"
     pipeline: bool = True
     notify_layers: Positive = 8
     codec: CodecRule = "none"
@@ -318,6 +319,11 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
         raise BadConfig(
             f"{source}: `transfer.codec: {deployment.transfer.codec}` needs `transfer.path` "
             "host or auto: over shared memory nothing is encoded"
+        )
+    if deployment.transfer.path == "nixl" and deployment.security.curve == "always":
+        raise BadConfig(
+            f"{source}: `transfer.path: nixl` does not encrypt, and `security.curve: always` "
+            "asks for it"
         )
     check_faults(deployment.faults or FaultsSection(), source)
     endpoint = deployment.endpoints.kv

@@ -33,6 +33,8 @@ KV_MEMFD: Final = "diptych-kv"
 """Name of the memory file of every arena, as proc shows it."""
 _HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, page, arena id, size, blocks, layout
 _PAGE = 4096
+HEADER_BYTES: Final = _PAGE
+"""Before the generations (uint64, one per block) lies the header, which ``check_header`` reads."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TORCH: dict[KvDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -46,6 +48,13 @@ Bytes2d = NDArray[np.uint8]
 def arena_size(layout: KvLayout, num_blocks: int) -> int:
     """Return the bytes of an arena: ``num_blocks * layout.block_bytes`` + header and padding."""
     return _Regions(layout, num_blocks).size
+
+
+def region_offsets(layout: KvLayout, num_blocks: int) -> list[tuple[int, int]]:
+    """Return, per layer, how many bytes after an arena's start its K and its V begin."""
+    regions = _Regions(layout, num_blocks)
+    owners = map(layout.owner, range(len(layout.layers)))
+    return [(regions.k[owner], regions.v[owner]) for owner in owners]
 
 
 class KvArena:
@@ -156,6 +165,12 @@ class KvArena:
         """Return the bytes of K and V as uint8 ``[num_blocks, bytes per block]``, no copy."""
         return self._raw[layer]
 
+    @property
+    def address(self) -> int:
+        """Where the arena lies in this process, for libraries that know memory by address."""
+        assert self._memory is not None
+        return int(np.frombuffer(self._memory, dtype=np.uint8, count=1).ctypes.data)
+
     def descriptor(self) -> ArenaDescriptor:
         """Return what a peer needs to ``open`` this arena."""
         return self._descriptor
@@ -241,7 +256,7 @@ def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where:
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise TransferFailed(f"the KV arena {where} could still be truncated (seals missing)")
     header = os.pread(fd, _HEADER.size, 0)
-    _check_header(header, descriptor, layout, where)
+    check_header(header, descriptor, layout, where)
     try:
         memory = mmap.mmap(fd, descriptor.size, access=mmap.ACCESS_READ)
     except (OSError, ValueError, OverflowError) as error:
@@ -253,7 +268,14 @@ def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where:
     return memory
 
 
-def _check_header(header: bytes, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> None:
+def check_header(header: bytes, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> None:
+    """Check that the first bytes of an arena are those of the one described.
+
+    Raises:
+        IncompatiblePeer: another arena version or layout.
+        TransferFailed: no arena, or another one.
+    """
+    header = header[: _HEADER.size]
     magic, version, page, arena_id, size, blocks, fingerprint = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise TransferFailed(f"{where} is not a KV arena (bad magic)")

@@ -32,7 +32,7 @@ def copy_blocks(
         )
     _require_blocks(source, source_blocks)
     _require_blocks(target, target_blocks)
-    runs = list(_runs(source_blocks, target_blocks))
+    runs = list(merge_runs(source_blocks, target_blocks))
     copied = 0
     for layer in layers:
         if source.layout.layers[layer].shares is not None:
@@ -70,7 +70,7 @@ def _require_blocks(arena: KvArena, blocks: Sequence[int]) -> None:
             raise TransferFailed(f"block {block} is not in an arena of {arena.num_blocks} blocks")
 
 
-def _runs(
+def merge_runs(
     source_blocks: Sequence[int], target_blocks: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Merge pairs that ascend together into (source start, target start, count)."""

@@ -8,10 +8,16 @@ from shared.ids import Incarnation, WorkerId
 
 Role = Literal["prefill", "decode", "mixed"]
 WorkerHealth = Literal["ready", "draining", "hung", "lost"]
-PathRule = Literal["auto", "ipc", "host"]
-KvPath = Literal["ipc", "host"]
-PathReason = Literal["configured", "self_test", "other_host", "cannot_map"]
-"""Why a pair uses its path. ``cannot_map`` is a fallback: one host, but the self-test failed."""
+PathRule = Literal["auto", "ipc", "host", "nixl"]
+KvPath = Literal["ipc", "host", "nixl"]
+PathReason = Literal[
+    "configured", "self_test", "other_host", "cannot_map", "nixl_missing", "nixl_failed"
+]
+"""Why a pair uses its path.
+
+Fallbacks: ``cannot_map``, one host, but the self-test failed; ``nixl_missing``, one side lacks
+the library or it did not start; ``nixl_failed``, its self-test failed.
+"""
 CodecRule = Literal["none", "int8", "k8v4", "k4v4", "cachegen", "sparse", "auto"]
 CodecReason = Literal["configured", "planned", "declined", "unknown", "shared_memory"]
 """Why a pair's KV is encoded as it is. ``planned``: chosen anew for each job by measured rates.

@@ -62,6 +62,14 @@ class ArenaDescriptor(Struct, frozen=True, kw_only=True):
     arena_id: int
 
 
+class NixlDescriptor(Struct, frozen=True, kw_only=True):
+    """How a peer reads this worker's pool by NIXL: the agent, and where it has the pool."""
+
+    agent: str
+    metadata: bytes
+    address: int
+
+
 class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
     """The peer fits; here is the arena, and where its bytes can be had without mapping it.
 
@@ -78,6 +86,7 @@ class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
     path: PathRule = "auto"
     codec: str = "none"
     codec_reason: CodecReason = "unknown"
+    nixl: NixlDescriptor | None = None
 
 
 class PeerRefused(Struct, tag="refused", frozen=True, kw_only=True):

@@ -5,7 +5,12 @@ from msgspec import Struct
 from shared.engine.batch import StepInput
 from shared.ids import BlockId, HostId
 from shared.messages.fleet import PathRule
-from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
+from shared.messages.prefill_decode import (
+    ArenaDescriptor,
+    FromDecode,
+    NixlDescriptor,
+    ToDecode,
+)
 from shared.messages.router_worker import FromWorker
 from shared.worker.events import SourceKey
 from shared.worker.paths import CodecTerms
@@ -61,6 +66,7 @@ class MapArena(Struct, frozen=True):
     bulk: str | None = None
     path: PathRule = "auto"
     terms: CodecTerms = CodecTerms("none", "unknown")
+    nixl: NixlDescriptor | None = None
 
 
 class CloseSource(Struct, frozen=True):

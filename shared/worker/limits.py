@@ -5,7 +5,7 @@ from msgspec import Struct
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.messages.fleet import CodecRule, PathRule, Role, WorkerCounters
 from shared.messages.hello import Compatibility
-from shared.messages.prefill_decode import ArenaDescriptor
+from shared.messages.prefill_decode import ArenaDescriptor, NixlDescriptor
 
 
 class WorkerIdentity(Struct, frozen=True, kw_only=True):
@@ -22,6 +22,7 @@ class WorkerIdentity(Struct, frozen=True, kw_only=True):
     path: PathRule = "auto"
     codec: CodecRule = "none"
     bulk_endpoint: str | None = None
+    nixl: NixlDescriptor | None = None
 
 
 class WorkerLimits(Struct, frozen=True, kw_only=True):

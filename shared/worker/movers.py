@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 from msgspec import Struct
@@ -27,6 +28,7 @@ from shared.transport.security import security_for
 from shared.worker.copier import Copier
 from shared.worker.effects import Copy, MapArena
 from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
+from shared.worker.nixl_reader import NixlReader, Reads
 from shared.worker.paths import Choice, CodecTerms, choose
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,16 @@ class _Route(Struct):
     choice: Choice
     path: KvPath | None = None
     waiting: list[Copy] = []
+
+
+class Extras(Struct, frozen=True):
+    """What a deployment adds: harm to copies, and the library for ``nixl``."""
+
+    faults: FaultyCopies | None = None
+    nixl: Reads | None = None
+
+
+NO_EXTRAS: Final = Extras()
 
 
 class Movers:
@@ -57,7 +69,7 @@ class Movers:
         identity: bytes,
         security: SecuritySection,
         limits: ReaderLimits,
-        faults: FaultyCopies | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._post = post
@@ -66,7 +78,13 @@ class Movers:
         self._security = security
         self._routes: dict[SourceKey, _Route] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._copier = Copier(target, self._from_copier, mapped=self._mapped, faults=faults)
+        self._copier = Copier(target, self._from_copier, mapped=self._mapped, faults=extras.faults)
+        self._nixl: NixlReader | None = None
+        if extras.nixl is not None:
+            patience = limits.fetch.stall * limits.fetch.attempts
+            self._nixl = NixlReader(
+                extras.nixl, target, self._from_copier, seconds=patience, met=self._met
+            )
         self._reader: HostReader[SourceKey] = HostReader(
             self._context, target, limits, self._from_reader_thread
         )
@@ -87,13 +105,16 @@ class Movers:
 
     def open(self, effect: MapArena) -> None:
         """Find the path to a source; answered by ``PathChosen`` or ``SourceLost``."""
-        choice = choose(effect.path, same_host=self.same_host(effect), bulk=effect.bulk)
+        both = self._nixl is not None and effect.nixl is not None
+        choice = choose(effect.path, same_host=self.same_host(effect), bulk=effect.bulk, nixl=both)
         if isinstance(choice, DiptychError):
             self._lost(effect.source, choice.payload())
             return
         route = self._routes[effect.source] = _Route(effect, choice, waiting=[])
         if choice.path == "ipc":
             self._copier.map_arena(effect.source, effect.arena)
+        elif choice.path == "nixl" and self._nixl is not None and effect.nixl is not None:
+            self._nixl.meet(effect.source, effect.arena, effect.nixl)
         else:
             self._connect(route)
 
@@ -106,6 +127,8 @@ class Movers:
             self._fail(job)
         self._copier.unmap(source)
         self._reader.drop(source)
+        if self._nixl is not None:
+            self._nixl.forget(source)
 
     def copy(self, job: Copy) -> None:
         """Bring blocks; answered by ``Copied`` or ``CopyFailed``."""
@@ -121,11 +144,17 @@ class Movers:
         """End both threads; open jobs are not answered."""
         self._copier.close()
         self._reader.close()
+        if self._nixl is not None:
+            self._nixl.close()
         self._context.term()
 
     def _move(self, path: KvPath, job: Copy) -> None:
         if path == "ipc":
             self._copier.copy(job)
+            return
+        if path == "nixl":
+            assert self._nixl is not None
+            self._nixl.copy(job)
             return
         self._reader.fetch(
             FetchJob(
@@ -177,12 +206,18 @@ class Movers:
         if route is not None:
             self._decided(source, "ipc", route.choice.reason)
 
+    def _met(self, source: SourceKey) -> None:
+        route = self._routes.get(source)
+        if route is not None:
+            self._decided(source, "nixl", route.choice.reason)
+
     def _from_copier(self, event: Event) -> None:
         if isinstance(event, SourceLost):
             route = self._routes.get(event.source)
             if route is not None and route.choice.fallback and event.error.retryable:
-                log.warning("no shared memory: %s; KV comes by host", event.error.message)
-                route.choice = Choice("host", "cannot_map")
+                former: PathReason = "cannot_map" if route.choice.path == "ipc" else "nixl_failed"
+                log.warning("%s: %s; KV comes by host", former, event.error.message)
+                route.choice = Choice("host", former)
                 self._connect(route)
                 return
         self._post(event)

@@ -29,17 +29,22 @@ class CodecTerms(Struct, frozen=True):
 
 
 def agree(mine: PathRule, theirs: PathRule) -> PathRule | None:
-    """Return the rule both sides live with, None if one says ``ipc`` and the other ``host``."""
+    """Return the rule both sides live with, None if they name two different paths."""
     if mine == theirs or theirs == "auto":
         return mine
     return theirs if mine == "auto" else None
 
 
-def choose(rule: PathRule, *, same_host: bool, bulk: str | None) -> Choice | DiptychError:
+def choose(
+    rule: PathRule, *, same_host: bool, bulk: str | None, nixl: bool = False
+) -> Choice | DiptychError:
     """Return what to try for a source that may offer a ``bulk`` endpoint, or why nothing can.
 
     ``same_host`` is equality of ``HostId``: machine, boot and pid namespace, not address.
+    ``nixl``: the library runs on both sides.
     """
+    if rule == "nixl" and nixl:
+        return Choice("nixl", "configured", fallback=bulk is not None)
     if rule == "ipc":
         if same_host:
             return Choice("ipc", "configured")
@@ -48,7 +53,8 @@ def choose(rule: PathRule, *, same_host: bool, bulk: str | None) -> Choice | Dip
         return Choice("ipc", "self_test", fallback=bulk is not None)
     if bulk is None:
         return TransferFailed("the source offers no endpoint for `transfer.path: host`")
-    return Choice("host", "configured" if rule == "host" else "other_host")
+    reasons: dict[PathRule, PathReason] = {"host": "configured", "nixl": "nixl_missing"}
+    return Choice("host", reasons.get(rule, "other_host"))
 
 
 def agree_codec(mine: CodecRule, theirs: str, known: Sequence[str]) -> CodecTerms | None:

@@ -65,6 +65,7 @@ class Readers:
             path=agree(self._identity.path, message.path) or "auto",
             codec=terms.codec,
             codec_reason=terms.reason,
+            nixl=self._identity.nixl,
         )
         self._outbox.add(ToReader(peer, welcome))
 

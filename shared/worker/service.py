@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.clock import MonotonicClock
 from shared.engine.engine import Engine
 from shared.engine.model_files import resolve_model
-from shared.errors import IncompatiblePeer, ResourceMissing
+from shared.errors import DiptychError, IncompatiblePeer, ResourceMissing
 from shared.ids import new_incarnation
 from shared.kv.arena import KvArena
 from shared.kv.block_pool import BlockPool
@@ -20,6 +20,7 @@ from shared.runtime import host_id
 from shared.service import ReadyFile, ServiceFailed
 from shared.transport.bulk.faults import FaultyCopies
 from shared.transport.bulk.fetches import FetchLimits
+from shared.transport.bulk.nixl import NixlEnd
 from shared.transport.bulk.reader import ReaderLimits
 from shared.worker.effects import (
     CloseSource,
@@ -45,7 +46,8 @@ from shared.worker.events import (
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
 from shared.worker.live import storage_windows
-from shared.worker.movers import Movers
+from shared.worker.movers import Extras, Movers
+from shared.worker.nixl_reader import STAGING_BYTES
 from shared.worker.oversize import divide
 from shared.worker.settings import WorkerSettings
 from shared.worker.state import WorkerState
@@ -116,6 +118,7 @@ class WorkerService:
         self._incarnation = new_incarnation()
         self._ready = ReadyFile(Path(settings.runtime_dir), settings.worker)
         self._announced = False
+        self._nixl = _nixl_end(settings, routing_id(settings.worker, self._incarnation), arena)
         identity = self._identity(engine, arena)
         limits = _limits(settings, engine, arena)
         pool = BlockPool(
@@ -150,6 +153,8 @@ class WorkerService:
             await asyncio.gather(beat, return_exceptions=True)
             self._ready.remove()
             self._movers.close()
+            if self._nixl is not None:
+                self._nixl.close()
             self._links.close()
             log.info("%s has ended", self._settings.worker)
 
@@ -271,6 +276,7 @@ class WorkerService:
             arena=arena.descriptor(),
             path=settings.transfer.path,
             codec=settings.transfer.codec,
+            nixl=None if self._nixl is None else self._nixl.descriptor,
             bulk_endpoint=None if settings.transfer.path == "ipc" else settings.bulk_advertised,
         )
 
@@ -290,11 +296,21 @@ class WorkerService:
                     chunk_bytes=transfer.chunk_size,
                     fetch=FetchLimits(slots=transfer.window, stall=transfer.stall_timeout),
                 ),
-                faults=_copy_faults(settings),
+                extras=Extras(_copy_faults(settings), self._nixl),
             )
         except BaseException:
             self._links.close()
             raise
+
+
+def _nixl_end(settings: WorkerSettings, name: bytes, arena: KvArena) -> NixlEnd | None:
+    if settings.transfer.path != "nixl":
+        return None
+    try:
+        return NixlEnd(name.decode(), arena, STAGING_BYTES)
+    except DiptychError as error:
+        log.warning("%s; KV travels by host", error.message)
+        return None
 
 
 def _copy_faults(settings: WorkerSettings) -> FaultyCopies | None:

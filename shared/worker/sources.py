@@ -83,7 +83,15 @@ class Sources:
             if codec is not None:
                 terms = CodecTerms(codec, message.codec_reason)
             self._outbox.add(
-                MapArena(key, message.arena, message.host, message.bulk, message.path, terms)
+                MapArena(
+                    source=key,
+                    arena=message.arena,
+                    host=message.host,
+                    bulk=message.bulk,
+                    path=message.path,
+                    terms=terms,
+                    nixl=message.nixl,
+                )
             )
         return None
 

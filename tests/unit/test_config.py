@@ -93,6 +93,7 @@ def _write(tmp_path: Path, text: str) -> Path:
         ("gateway: {api_keys: {k: 1}}", ["Expected `str`", "`$.gateway.api_keys"]),
         ("transfer: {chunk_size: 1KiB}", ["`transfer.chunk_size`", "4KiB to 8MiB"]),
         ("transfer: {path: ipc, codec: int8}", ["`transfer.codec: int8`", "host or auto"]),
+        ("transfer: {path: nixl}\nsecurity: {curve: always}", ["does not encrypt"]),
         ("transfer: {codec: zip}", ["$.transfer.codec", "cachegen"]),
         ("faults: {chunks: [{kind: melt, chunk: 1}]}", ["'melt'", "allowed: corrupt, delay"]),
         ("faults: {chunks: [{kind: drop}]}", ["`chunk` or `probability`", "$.faults.chunks[0]"]),

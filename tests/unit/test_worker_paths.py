@@ -1,26 +1,29 @@
 """Which path a pair takes: agreed, tested, named, and never another one in silence."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
 from shared.config import SecuritySection
-from shared.errors import DiptychError
+from shared.errors import DiptychError, TransferFailed
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.kv.codecs.registry import CODEC_NAMES
 from shared.kv.layout import KvLayout, LayerKv
 from shared.messages.fleet import CodecRule, PathRule
+from shared.messages.prefill_decode import NixlDescriptor
 from shared.transport.bulk.fetches import FetchLimits
+from shared.transport.bulk.nixl import Piece
 from shared.transport.bulk.reader import ReaderLimits
 from shared.transport.bulk.server import HostServer
 from shared.worker.effects import Copy, MapArena
 from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
-from shared.worker.movers import Movers
+from shared.worker.movers import Extras, Movers
 from shared.worker.pairs import Pairs
 from shared.worker.paths import KNOWN_CODECS, Choice, CodecTerms, agree, agree_codec, choose
 
@@ -39,6 +42,10 @@ BULK = "tcp://10.0.0.1:7401"
         ("ipc", "ipc", "ipc"),
         ("ipc", "host", None),
         ("host", "ipc", None),
+        ("nixl", "auto", "nixl"),
+        ("nixl", "nixl", "nixl"),
+        ("nixl", "ipc", None),
+        ("host", "nixl", None),
     ],
 )
 def test_what_two_rules_agree_on(mine: PathRule, theirs: PathRule, agreed: PathRule | None) -> None:
@@ -69,6 +76,42 @@ def test_what_is_tried(
         assert made == choice
 
 
+@pytest.mark.parametrize(
+    ("both", "bulk", "choice"),
+    [
+        (True, BULK, Choice("nixl", "configured", fallback=True)),
+        (True, None, Choice("nixl", "configured")),
+        (False, BULK, Choice("host", "nixl_missing")),
+        (False, None, "offers no endpoint"),
+    ],
+)
+@pytest.mark.parametrize("same_host", [True, False])
+def test_nixl_is_used_where_both_sides_have_it(
+    both: bool, bulk: str | None, choice: Choice | str, same_host: bool
+) -> None:
+    """Guards a missing extra against an error, and its absence against silence (46)."""
+    made = choose("nixl", same_host=same_host, bulk=bulk, nixl=both)
+    if isinstance(choice, str):
+        assert isinstance(made, DiptychError) and choice in made.message
+    else:
+        assert made == choice
+
+
+class NoReads:
+    """A NIXL that starts and then cannot reach anybody."""
+
+    staging = np.zeros(1, dtype=np.uint8)
+
+    def meet(self, peer: NixlDescriptor) -> None:
+        raise TransferFailed("NIXL does not know the way")
+
+    def forget(self, peer: NixlDescriptor) -> None:
+        raise AssertionError("nobody was met")
+
+    def read(self, peer: NixlDescriptor, pieces: Sequence[Piece], seconds: float) -> None:
+        raise AssertionError("nobody was met")
+
+
 class Stage:
     """Movers on the loop, a source's pool, and what is posted."""
 
@@ -89,6 +132,7 @@ class Stage:
             identity=b"decode-0#1",
             security=SecuritySection(),
             limits=ReaderLimits(probe=0.5, fetch=FetchLimits(stall=0.1)),
+            extras=Extras(nixl=NoReads()),
         )
 
     def open(self, **changes: object) -> None:
@@ -152,6 +196,23 @@ def test_shared_memory_that_cannot_be_mapped_falls_back_by_name(
 
     staged(run_async, tmp_path, check)
     assert "KV comes by host" in caplog.text
+
+
+def test_nixl_that_cannot_reach_a_source_falls_back_by_name(
+    run_async: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards jobs that wait for a path for ever, and a fallback nobody hears of (46, 72)."""
+
+    async def check(stage: Stage) -> None:
+        nixl = NixlDescriptor(agent="p#7", metadata=b"", address=1)
+        stage.open(path="nixl", nixl=nixl)
+        stage.copy(1)
+        assert await stage.next() == PathChosen(SOURCE, "host", "nixl_failed", "configured")
+        assert isinstance(await stage.next(), Copied)
+        assert (stage.target.raw(1)[1][4:6] == 7).all()
+
+    staged(run_async, tmp_path, check)
+    assert "does not know the way; KV comes by host" in caplog.text
 
 
 def test_a_self_test_that_passes_uses_shared_memory(
