@@ -1,0 +1,111 @@
+"""A CUDA device: torch computes, CuPy holds the KV memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+import torch
+
+from shared.device.cuda_arena import CudaArena
+from shared.device.cuda_memory import CupyMemory
+from shared.device.device import DeviceFacts, Event, Graph, KvMemory
+from shared.kv.arena import KvArena
+from shared.kv.layout import KvLayout, LayerKv
+
+_BOOK_LAYER: Final = LayerKv(heads=1, k_dim=1, v_dim=1)
+
+
+class _Replay:
+    """A recorded CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaDevice:
+    """See ``Device``. Made by ``shared.device.open.open_device``, which checks first."""
+
+    def __init__(self, index: int, memory: CupyMemory, name: str, unit: str) -> None:
+        self.place = torch.device("cuda", index)
+        self._memory = memory
+        self._name = name
+        self._unit = unit
+        self._side: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def facts(self) -> DeviceFacts:
+        """Return the maker's name and the memory as of now."""
+        free, total = self._memory.free()
+        return DeviceFacts(
+            kind="cuda", name=self._name, memory_total=total, memory_free=free, unit=self._unit
+        )
+
+    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, KvArena]:
+        """Take one allocation, and a host arena that only keeps its id and its generations.
+
+        The generations must be where another process's CPU can read them after a copy. The host
+        arena has a layout of its own, so that no peer takes it for the KV itself.
+        """
+        small = KvLayout(dtype=layout.dtype, block_size=layout.block_size, layers=(_BOOK_LAYER,))
+        book = KvArena.create(small, num_blocks)
+        try:
+            arena_id = book.descriptor().arena_id
+            return CudaArena.create(self._memory, layout, num_blocks, arena_id), book
+        except BaseException:
+            book.close()
+            raise
+
+    def host_buffer(self, count: int) -> torch.Tensor:
+        """Return pinned memory, from which copies do not hold this thread up."""
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue the copy on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """Copy and wait."""
+        return source.cpu()
+
+    def event(self) -> Event:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.place))
+        return event
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Queue the block's work on a stream of its own, behind the current stream's."""
+        return self._beside()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.place))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def record(self, work: Callable[[], None]) -> Graph | None:
+        """Capture ``work`` as a CUDA graph; all graphs of a device share one memory pool.
+
+        They may, since they never run at the same time and leave nothing behind but what they
+        write into memory made outside.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.place)
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return _Replay(graph)
+
+    def synchronise(self) -> None:
+        """Wait for every stream."""
+        torch.cuda.synchronize(self.place)
+
+    def set_threads(self, threads: int) -> None:
+        """Set torch's threads, which sampling uses."""
+        torch.set_num_threads(threads)

@@ -1,0 +1,132 @@
+"""The interface of a device, and how a deployment names one."""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final, Literal, Protocol
+
+import torch
+from msgspec import Struct
+
+from shared.errors import BadConfig
+from shared.kv.arena import KvArena
+from shared.kv.layout import KvLayout
+
+DEVICE_PATTERN: Final = r"^(cpu|cuda(:[0-9]{1,2})?)$"
+
+
+class DeviceFacts(Struct, frozen=True, kw_only=True):
+    """``name`` is the maker's; memory is in bytes; ``unit`` tells slices and devices apart."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_total: int
+    memory_free: int
+    unit: str = ""
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def query(self) -> bool:
+        """Say whether the work before it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the work before it is done."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work on fixed memory."""
+
+    def replay(self) -> None:
+        """Do it again, with what the memory holds now."""
+        ...
+
+
+class KvMemory(Protocol):
+    """A KV pool. ``k(layer)`` and ``v(layer)`` are [blocks, block_size, heads, dim] tensors on
+    the device; they may hold more blocks than ``num_blocks``, which are nobody's.
+    """
+
+    layout: KvLayout
+    num_blocks: int
+    read_only: bool
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Return K of a layer, no copy."""
+        ...
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Return V of a layer, no copy."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class Device(Protocol):
+    """Where tensors live and steps run. Use from one thread only."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where tensors of this device are."""
+        ...
+
+    def facts(self) -> DeviceFacts:
+        """Return name and memory as of now."""
+        ...
+
+    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, KvArena]:
+        """Take KV memory, and what other processes see of it: its generations at least.
+
+        Raises:
+            ResourceMissing: the memory is not there.
+        """
+        ...
+
+    def host_buffer(self, count: int) -> torch.Tensor:
+        """Return int32 [count] in memory that ``upload`` is fastest from."""
+        ...
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy from a host buffer, in order with the device's work; the buffer stays in use."""
+        ...
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a copy in ordinary memory, once all work before it is done."""
+        ...
+
+    def event(self) -> Event:
+        """Mark this point in the device's work."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Queue what is in the block beside later work, behind all earlier work."""
+        ...
+
+    def record(self, work: Callable[[], None]) -> Graph | None:
+        """Record ``work``, which has run before; None where nothing is gained by that."""
+        ...
+
+    def synchronise(self) -> None:
+        """Wait for all work."""
+        ...
+
+    def set_threads(self, threads: int) -> None:
+        """Set the compute threads of this process."""
+        ...
+
+
+def device_index(name: str) -> int | None:
+    """Return the number in ``cuda:1``, 0 for ``cuda``, None for ``cpu``.
+
+    Raises:
+        BadConfig: no device is called so.
+    """
+    if re.match(DEVICE_PATTERN, name, re.ASCII) is None:
+        raise BadConfig(f"`device` may be cpu, cuda or cuda:N, not {name!r}")
+    kind, _, number = name.partition(":")
+    return None if kind == "cpu" else int(number or 0)
