@@ -14,7 +14,7 @@ from shared.engine.loading import HfModel
 from shared.engine.probe import Logits, paged_logits, prompts
 from shared.engine.runner import ModelRunner
 from shared.errors import UnsupportedModel
-from shared.kv.layout import KvLayout
+from shared.kv.layout import KvDtype, KvLayout
 
 _TOLERANCE: Final[dict[Precision, float]] = {
     "fp32": 1e-3,
@@ -55,15 +55,15 @@ def difference(runner: ModelRunner, layout: KvLayout, expected: Logits, embeddin
     return float(torch.stack(errors).max())
 
 
-def tolerated(error: float, precision: Precision) -> bool:
-    """Say whether rounding to this precision explains the error; never for NaN."""
-    return error <= _TOLERANCE[precision]
+def tolerance(precision: Precision, kv_dtype: KvDtype) -> float:
+    """Return the error that rounding weights and KV to these explains."""
+    return max(_TOLERANCE[precision], _TOLERANCE[kv_dtype])
 
 
-def require_equal(error: float, precision: Precision, name: str) -> None:
-    """Raise ``UnsupportedModel`` where rounding to this precision does not explain the error."""
-    if not tolerated(error, precision):
+def require_equal(error: float, bound: float, name: str) -> None:
+    """Raise ``UnsupportedModel`` unless the error is within the bound; NaN never is."""
+    if not error <= bound:
         raise UnsupportedModel(
             f"{name}: packed and paged logits differ from the model's own "
-            f"(relative error {error:.3g}, {_TOLERANCE[precision]:.3g} allowed)"
+            f"(relative error {error:.3g}, {bound:.3g} allowed)"
         )

@@ -6,7 +6,7 @@ import torch
 
 from shared.config import Precision
 from shared.engine.checks import inspect_model
-from shared.engine.comparison import difference, own_logits, require_equal, tolerated
+from shared.engine.comparison import difference, own_logits, require_equal, tolerance
 from shared.engine.dtypes import KINDS
 from shared.engine.fused_runner import FusedRunner
 from shared.engine.hf_runner import HfRunner
@@ -51,13 +51,13 @@ def prepare(request: LoadRequest) -> Prepared:
 def _runner(model: HfModel, layout: KvLayout, precision: Precision) -> ModelRunner:
     name = type(model).__name__
     embedding = model.get_input_embeddings().weight
-    expected = own_logits(model)
+    expected, bound = own_logits(model), tolerance(precision, layout.dtype)
     kind = KINDS.get(precision)
     stack = None if kind is None else LlamaStack.of_model(model, kind)
     if stack is not None:
         fused = FusedRunner(stack, embedding)
         error = difference(fused, layout, expected, embedding.shape[0])
-        if tolerated(error, precision):
+        if error <= bound:
             return fused
         log.warning(
             "%s: our fused layers compute something else (relative error %.3g), transformers' "
@@ -68,7 +68,7 @@ def _runner(model: HfModel, layout: KvLayout, precision: Precision) -> ModelRunn
     if precision == "int8":
         quantise_linears(model)
     runner = HfRunner(model, layout)
-    require_equal(difference(runner, layout, expected, embedding.shape[0]), precision, name)
+    require_equal(difference(runner, layout, expected, embedding.shape[0]), bound, name)
     return runner
 
 
