@@ -1,5 +1,6 @@
 """Encoded KV on real sockets: what arrives, what harm does to it, and what never gets through."""
 
+import queue
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -8,18 +9,30 @@ import torch
 import zmq
 
 from shared.config import Seconds
-from shared.fault_rules import ChunkFault
+from shared.fault_rules import ChunkFault, FaultsSection
+from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName, EncodedBlocks
 from shared.kv.codecs.none import NoneCodec
 from shared.kv.codecs.registry import CODEC_NAMES, make_codec
+from shared.kv.layout import KvLayout, LayerKv
 from shared.transport.bulk.encoded import EncodedChunks
-from shared.transport.bulk.fetches import Failed
+from shared.transport.bulk.fetches import Failed, FetchLimits
 from shared.transport.bulk.plan import PlannedChunk
-from shared.transport.bulk.reader import Fetched
+from shared.transport.bulk.reader import (
+    Fetched,
+    FetchJob,
+    HostReader,
+    Opened,
+    Outcome,
+    Peer,
+    ReaderLimits,
+)
+from shared.transport.bulk.server import HostServer
+from shared.worker.events import SourceKey
 from tests.conftest import RunAsync
 from tests.transport.harness import Context
 from tests.transport.kv_filling import fill_normal
-from tests.transport.test_bulk_link import BLOCKS, LAYOUT, Ends
+from tests.transport.test_bulk_link import BLOCKS, DEADLINE, LAYOUT, SOURCE, Ends
 
 TOKENS = 30  # of the 32 in 8 blocks: the last block is not full
 CHUNKS = 12  # of 3 layers, 8 blocks of 256 bytes (K and V) cut at 700
@@ -175,3 +188,47 @@ def test_auto_sends_plain_where_the_link_is_faster_than_any_codec(context: Conte
     assert isinstance(outcome, Fetched) and outcome.codec == "none"
     assert ends.equal()
     ends.close()
+
+
+def test_auto_encodes_once_a_link_has_shown_that_it_is_slow(context: Context) -> None:
+    """Guards a planner that never hears of the link's rate, or never gets to say so."""
+    layout = KvLayout(dtype="bf16", block_size=16, layers=(LayerKv(8, 64, 64),) * 2)
+    source, target = KvArena.create(layout, 32), KvArena.create(layout, 32)
+    fill_normal(source, 1)
+    slow = ChunkFault(kind="delay", probability=1.0, delay=0.05)
+    server = HostServer(
+        context,
+        "tcp://127.0.0.1:0",
+        source,
+        worker="prefill-0",
+        faults=FaultsSection(chunks=(slow,)),
+    )
+    outcomes: queue.SimpleQueue[Outcome[SourceKey]] = queue.SimpleQueue()
+    limits = ReaderLimits(chunk_bytes=64 << 10, fetch=FetchLimits(slots=4, stall=5.0))
+    reader: HostReader[SourceKey] = HostReader(context, target, limits, outcomes.put)
+    arena = source.descriptor().arena_id
+    reader.open(SOURCE, Peer(endpoint=server.endpoint, arena=arena, identity=b"d#1", codec="auto"))
+    assert outcomes.get(timeout=DEADLINE) == Opened(SOURCE, None)
+    codecs = []
+    for number in range(2):
+        blocks = tuple(range(32))
+        reader.fetch(
+            FetchJob(
+                job=number,
+                source=SOURCE,
+                first_layer=0,
+                end_layer=2,
+                source_blocks=blocks,
+                generations=(0,) * 32,
+                target_blocks=blocks,
+            )
+        )
+        fetched = outcomes.get(timeout=DEADLINE)
+        assert isinstance(fetched, Fetched) and fetched.bytes == 32 * layout.block_bytes
+        assert (fetched.wire < fetched.bytes) is (fetched.codec != "none")
+        codecs.append(fetched.codec)
+    assert codecs[0] == "none" != codecs[1]
+    reader.close()
+    server.close()
+    source.close()
+    target.close()

@@ -24,7 +24,7 @@ try:
 except ResourceMissing as error:
     MISSING = error.message
 
-needs_nixl = pytest.mark.skipif(bool(MISSING), reason=f"pip install .[nixl]: {MISSING}")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"pip install .[nixl]: {MISSING}")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,6 @@ def run(run_async: RunAsync) -> Runner:
     return partial(run_async, timeout=110.0)
 
 
-@needs_nixl
 def test_a_pair_over_nixl_equals_the_reference(run: Runner, model: Path, directory: Path) -> None:
     """Guards split = unsplit for reads by address (32, 37, 40)."""
 
@@ -64,7 +63,6 @@ def test_a_pair_over_nixl_equals_the_reference(run: Runner, model: Path, directo
     run(check())
 
 
-@needs_nixl
 def test_a_source_killed_under_nixl_is_replaced(run: Runner, model: Path, directory: Path) -> None:
     """Guards reads of a dead process's memory, and waits for it (1, 14)."""
 
@@ -79,23 +77,5 @@ def test_a_source_killed_under_nixl_is_replaced(run: Runner, model: Path, direct
             await recover(router, second, "prefill-1")
             assert await router.output(second) == right
             await nothing_is_left(router, "prefill-1", "decode-0")
-
-    run(check())
-
-
-@pytest.mark.skipif(not MISSING, reason="NIXL is installed")
-def test_without_the_library_kv_travels_by_host_and_says_why(
-    run: Runner, model: Path, directory: Path
-) -> None:
-    """Guards a silent fallback, and workers that do not start for want of an extra (46)."""
-
-    async def check() -> None:
-        config = make_config(directory, model, split=True, transfer=NIXL)
-        async with rig(config, *PAIR) as router:
-            _, second = router.split(request(LONG[:40], 4))
-            assert await router.output(second) == reference(model, LONG[:40], 4)
-            await nothing_is_left(router, *PAIR)
-            pair = await pair_of(router)
-            assert (pair.path, pair.reason) == ("host", "nixl_missing")
 
     run(check())

@@ -5,6 +5,7 @@ import shutil
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.transport.worker_rig import Rig, make_config, make_model, request, ri
 Runner = Callable[[Coroutine[object, object, None]], None]
 HOST = {"path": "host", "notify_layers": 1, "lease": "4s", "heartbeat": "500ms"}
 SMALL = {**HOST, "chunk_size": "4KiB", "window": 2, "stall_timeout": "300ms"}
+ELSEWHERE = "host" if find_spec("nixl") else "nixl"
 KINDS = ("delay", "drop", "duplicate", "reorder", "corrupt", "truncate", "stall")
 
 
@@ -61,12 +63,17 @@ async def nothing_is_left(router: Rig, *workers: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transfer", "over"), [(SMALL, "ipc"), (HOST, "tcp"), ({**HOST, "pipeline": False}, "tcp")]
+    ("transfer", "over"),
+    [(SMALL, "ipc"), (HOST, "tcp"), ({**HOST, "pipeline": False, "path": ELSEWHERE}, "tcp")],
 )
 def test_a_pair_over_sockets_equals_the_reference(
     run: Runner, model: Path, directory: Path, transfer: dict[str, object], over: str
 ) -> None:
-    """Guards split = unsplit for the path between machines, layer-wise or not (37, 40)."""
+    """Guards split = unsplit for the path between machines, layer-wise or not (37, 40).
+
+    Where NIXL is missing it is asked for once: guards a silent fallback, and workers that do not
+    start for want of an extra (46).
+    """
     changes: dict[str, object] = {"transfer": transfer}
     if over == "tcp":
         changes["endpoints"] = {"kv": f"tcp://127.0.0.1:{free_port()}"}
@@ -79,7 +86,8 @@ def test_a_pair_over_sockets_equals_the_reference(
                 assert await router.output(second) == reference(model, prompt, 12)
             await nothing_is_left(router, *PAIR)
             pair = await pair_of(router)
-            assert (pair.path, pair.reason) == ("host", "configured")
+            reason = "nixl_missing" if transfer["path"] == "nixl" else "configured"
+            assert (pair.path, pair.reason) == ("host", reason)
             assert pair.transfers == len(work) and pair.failed == pair.chunks_again == 0
             assert pair.bytes > 0
 
@@ -173,38 +181,6 @@ async def gone(router: Rig, name: str) -> None:
     process = router.processes[name]
     await asyncio.to_thread(process.wait, 60)
     router.kill(name)
-
-
-def test_an_encoded_pair_serves_and_says_what_it_saved(
-    run: Runner, model: Path, directory: Path
-) -> None:
-    """Guards encoded KV against leaks, and bytes nobody counts; harm on the way included.
-
-    The first token is the prefill worker's and exact; the tiny random model does not change its
-    mind for an error of 1/254 in the KV.
-    """
-
-    async def check() -> None:
-        faults = [{"kind": kind, "chunk": 5 + i * 7} for i, kind in enumerate(KINDS)]
-        config = make_config(
-            directory,
-            model,
-            split=True,
-            transfer={**SMALL, "codec": "int8"},
-            faults={"chunks": faults},
-        )
-        async with rig(config, *PAIR) as router:
-            work = [(router.split(request(prompt, 6)), prompt) for prompt in prompts()]
-            for (_, second), prompt in work:
-                assert await router.output(second) == reference(model, prompt, 6)
-            await nothing_is_left(router, *PAIR)
-            pair = await pair_of(router)
-            assert (pair.path, pair.codec, pair.codec_reason) == ("host", "int8", "configured")
-            assert pair.transfers == len(work) and pair.failed == 0 < pair.chunks_again
-            # fp32 pools: 4 bytes become 1; scales, and headers of tiny chunks, come on top.
-            assert 0 < pair.wire_bytes < 0.9 * pair.bytes
-
-    run(check())
 
 
 def test_two_paths_that_exclude_each_other_are_refused_by_name(
