@@ -19,6 +19,7 @@ class Counters(Struct, eq=False):
     duplicates: int = 0
     late_messages: int = 0
     rejected_frames: int = 0
+    violations: int = 0
     tokens: int = 0
     decisions: Counter[str] = field(default_factory=Counter)
 
@@ -34,6 +35,7 @@ class Counters(Struct, eq=False):
             duplicates=self.duplicates,
             late_messages=self.late_messages,
             rejected_frames=self.rejected_frames,
+            violations=self.violations,
             tokens=self.tokens,
             decisions=dict(self.decisions),
         )

@@ -8,7 +8,13 @@ from services.router.placement import hashes_of
 from services.router.records import Gateway, Leg, OpenRequest, Worker
 from services.router.recovery import Recovery
 from services.router.requests import Requests
-from shared.errors import ErrorPayload
+from services.router.scrutiny import (
+    UNKNOWN_VOCABULARY,
+    finished_fault,
+    prefilled_fault,
+    token_fault,
+    violation,
+)
 from shared.ids import DispatchId
 from shared.messages.gateway_router import PromptLogprobs, TokenItem, Tokens
 from shared.messages.request import TokenLogprob
@@ -19,6 +25,9 @@ from shared.messages.router_worker import (
     StepOutput,
     TransferLost,
 )
+
+Broken = dict[DispatchId, tuple[Leg, str]]
+"""Legs, and what is wrong with their output."""
 
 
 class Outputs:
@@ -45,12 +54,12 @@ class Outputs:
         """Take the output of one engine step."""
         broken = self._tokens(worker, message) if message.tokens else None
         for prefilled in message.prefilled:
-            self._prefilled(worker, prefilled)
-        for leg in (broken or {}).values():
-            if self._by_id.get(leg.dispatch) is leg:
-                self._recovery.leg_failed(leg, _token_error(leg), now, tell=True)
+            if broken is None or prefilled.dispatch not in broken:
+                self._prefilled(worker, prefilled, now)
+        for leg, fault in (broken or {}).values():
+            self._violated(leg, fault, now)
         for finished in message.finished:
-            self._finished(worker, finished)
+            self._finished(worker, finished, now)
         for failed in message.failed:
             self._failed(worker, failed, now)
 
@@ -62,26 +71,33 @@ class Outputs:
         if leg.kind != "expect" or not self._recovery.transfer_lost(leg, message, now):
             self._counters.late_messages += 1
 
-    def _tokens(self, worker: Worker, message: StepOutput) -> dict[DispatchId, Leg] | None:
-        """Pass new tokens on; return the legs whose tokens do not connect."""
+    def _tokens(self, worker: Worker, message: StepOutput) -> Broken | None:
+        """Pass new tokens on; return the legs whose tokens cannot be believed."""
         by_id, counters = self._by_id, self._counters
         batches: dict[bytes, tuple[Gateway, list[TokenItem]]] = {}
-        broken: dict[DispatchId, Leg] | None = None
+        broken: Broken | None = None
+        bound = worker.hello.vocab_size or UNKNOWN_VOCABULARY
         for out in message.tokens:
             leg = by_id.get(out.dispatch)
             if leg is None or leg.worker is not worker:
                 counters.late_messages += 1
+                counters.violations += leg is not None
                 continue
             request = leg.open
             items = request.items
             index = request.base + len(items)
-            if out.index > index or index >= request.limit or out.token >> 32:
-                broken = broken or {}
-                broken[leg.dispatch] = leg
+            if broken is not None and leg.dispatch in broken:
                 continue
+            token, believed = out.token, out.logprob is None
+            if not (believed and out.index <= index < request.limit and 0 <= token < bound):
+                fault = token_fault(leg, out)
+                if fault is not None:
+                    broken = broken or {}
+                    broken[leg.dispatch] = leg, fault
+                    continue
             if not leg.streaming:
                 self._first_token(leg)
-            if out.index < index or (broken is not None and leg.dispatch in broken):
+            if out.index < index:
                 continue
             item = TokenItem(request.request.request_id, index, out.token, out.logprob)
             items.append(item)
@@ -114,12 +130,16 @@ class Outputs:
             # decode had what it needed from the former source after all
             self._dispatcher.cancel(prefill)
 
-    def _prefilled(self, worker: Worker, message: Prefilled) -> None:
+    def _prefilled(self, worker: Worker, message: Prefilled, now: float) -> None:
         leg = self._leg(worker, message.dispatch)
         if leg is None:
             return
         if leg.kind != "prefill" or leg.prefilled:
             self._counters.late_messages += 1
+            return
+        fault = prefilled_fault(leg, message)
+        if fault is not None:
+            self._violated(leg, fault, now)
             return
         request = leg.open
         leg.prefilled = True
@@ -132,9 +152,13 @@ class Outputs:
         else:
             request.phase = "receiving"
 
-    def _finished(self, worker: Worker, message: SequenceFinished) -> None:
+    def _finished(self, worker: Worker, message: SequenceFinished, now: float) -> None:
         leg = self._leg(worker, message.dispatch)
         if leg is None:
+            return
+        fault = finished_fault(leg, message)
+        if fault is not None:
+            self._violated(leg, fault, now)
             return
         request = leg.open
         self._prompt_facts(request, message)
@@ -153,8 +177,17 @@ class Outputs:
         leg = self._by_id.get(dispatch)
         if leg is None or leg.worker is not worker:
             self._counters.late_messages += 1
+            self._counters.violations += leg is not None
             return None
         return leg
+
+    def _violated(self, leg: Leg, fault: str, now: float) -> None:
+        """Count what cannot be believed and carry the request on elsewhere."""
+        self._counters.violations += 1
+        if self._by_id.get(leg.dispatch) is leg:
+            error = violation(leg, fault)
+            self._outbox.note(f"{error.message}, dispatch {leg.dispatch}", warning=True)
+            self._recovery.leg_failed(leg, error, now, tell=True)
 
     def _prompt_facts(self, request: OpenRequest, message: Prefilled | SequenceFinished) -> None:
         """Keep what the first attempt says about the prompt: later ones hit their own cache."""
@@ -170,11 +203,3 @@ class Outputs:
             request.gateway,
             PromptLogprobs(request_id=request.request.request_id, items=items),
         )
-
-
-def _token_error(leg: Leg) -> ErrorPayload:
-    return ErrorPayload(
-        code="worker_lost",
-        message=f"{leg.worker.hello.worker} sent a token that does not connect to the output",
-        retryable=True,
-    )

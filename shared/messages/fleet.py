@@ -109,7 +109,10 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class RouterCounters(Struct, frozen=True, kw_only=True):
-    """Monotonic since router start; ``decisions`` counts by reason of the split decision."""
+    """Monotonic since router start; ``decisions`` counts by reason of the split decision.
+
+    ``violations``: output of workers that was not believed.
+    """
 
     accepted: int = 0
     finished: int = 0
@@ -120,6 +123,7 @@ class RouterCounters(Struct, frozen=True, kw_only=True):
     duplicates: int = 0
     late_messages: int = 0
     rejected_frames: int = 0
+    violations: int = 0
     tokens: int = 0
     decisions: dict[str, int] = {}
 

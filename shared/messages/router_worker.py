@@ -12,7 +12,8 @@ from shared.messages.request import FinishReason, PhaseTimes, Request, TokenLogp
 class WorkerHello(Struct, tag="hello", frozen=True, kw_only=True):
     """First message of a worker, repeated after every reconnect.
 
-    ``kv_endpoint`` is where decode workers reach this worker's KV link.
+    ``kv_endpoint`` is where decode workers reach this worker's KV link. Its token ids are below
+    ``vocab_size``; 0 says nothing about them.
     """
 
     worker: WorkerId
@@ -25,6 +26,7 @@ class WorkerHello(Struct, tag="hello", frozen=True, kw_only=True):
     max_model_len: int
     blocks_total: int
     max_sequences: int
+    vocab_size: int = 0
 
 
 class Report(Struct, tag="report", frozen=True, kw_only=True):

@@ -78,6 +78,7 @@ class Liaison:
                     max_model_len=self._limits.max_model_len,
                     blocks_total=identity.arena.num_blocks,
                     max_sequences=self._limits.max_sequences,
+                    vocab_size=self._limits.vocab_size,
                 )
             )
         )

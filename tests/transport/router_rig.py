@@ -129,10 +129,11 @@ class ScriptedWorker:
     def _take(self, message: ToWorker) -> None:
         self.received.append(message)
         if isinstance(message, WorkerWelcome):
-            self._router = message.incarnation
             self.welcomes.append(message.incarnation)
-            self.tasks.clear()
-            self.sources.clear()
+            if message.incarnation != self._router:
+                self._router = message.incarnation
+                self.tasks.clear()
+                self.sources.clear()
         elif isinstance(message, RouterBeat) and message.incarnation != self._router:
             self.hello()
         elif isinstance(message, Prefill):

@@ -40,9 +40,11 @@ from shared.messages.router_worker import (
 )
 from tests.unit.router_world import World
 
+VOCABULARY = 1000
+
 
 def token_of(request_id: RequestId, index: int) -> int:
-    return (sum(request_id.encode()) * 31 + index * 7) % 1000
+    return (sum(request_id.encode()) * 31 + index * 7) % VOCABULARY
 
 
 class Task:
@@ -176,7 +178,7 @@ class FleetSim:
         role: Any = name.split("-")[0]
         worker = SimWorker(f"{name}#{incarnation}".encode(), role, self.kv)
         self.workers[name] = worker
-        self.world.worker(name, incarnation, blocks=200, sequences=4)
+        self.world.worker(name, incarnation, blocks=200, sequences=4, vocabulary=VOCABULARY)
         self.absorb(self.world.effects)
 
     def kill(self, name: str, *, noticed: bool) -> None:

@@ -121,6 +121,7 @@ class World:
         compatibility: Compatibility = COMPATIBILITY,
         blocks: int = 1000,
         sequences: int = 64,
+        vocabulary: int = 0,
     ) -> bytes:
         peer = f"{name}#{incarnation}".encode()
         kind = role or next(r for r in ("prefill", "decode", "mixed") if name.startswith(r))
@@ -135,6 +136,7 @@ class World:
             max_model_len=8192,
             blocks_total=blocks,
             max_sequences=sequences,
+            vocab_size=vocabulary,
         )
         self.handle(WorkerMessage(peer, hello))
         return peer
@@ -165,13 +167,25 @@ class World:
         reason: FinishReason = "length",
         cached: int = 0,
     ) -> list[Effect]:
+        """End an output; what ends by its length gets the tokens it lacks."""
         done = SequenceFinished(
             dispatch=dispatch,
             reason=reason,
             num_cached_tokens=cached,
             times=PhaseTimes(finished=2.0),
         )
+        if reason == "length":
+            tokens += self._rest(peer, dispatch, tokens)
         return self.step(peer, tokens=tokens, finished=(done,))
+
+    def _rest(
+        self, peer: bytes, dispatch: DispatchId, tokens: tuple[TokenOut, ...]
+    ) -> tuple[TokenOut, ...]:
+        leg = self.state.legs.by_id.get(dispatch)
+        if leg is None or leg.worker.peer != peer:
+            return ()
+        first = max([leg.open.num_output, *(t.index + 1 for t in tokens)])
+        return tuple(TokenOut(dispatch, i, 5) for i in range(first, leg.open.limit))
 
     def failed(
         self,

@@ -1,10 +1,11 @@
 """How a split request starts, runs and ends; both legs live and die together."""
 
+import msgspec
 import pytest
 
 from services.router.effects import SendWorker
 from services.router.events import GatewayMessage, WorkerExited, WorkerMessage
-from shared.messages.gateway_router import CancelRequest, Ended, Tokens
+from shared.messages.gateway_router import CancelRequest, Ended, Generate, Tokens
 from shared.messages.request import TokenLogprob
 from shared.messages.router_worker import (
     CancelWork,
@@ -68,7 +69,11 @@ def test_77_prompt_logprobs_are_passed_on_once() -> None:
     from shared.messages.request import PhaseTimes
 
     world = SplitWorld()
-    prefill, _ = world.start()
+    plain = make_request("r", [1, 2, 3], force_split=True)
+    scored = msgspec.structs.replace(plain.sampling, prompt_logprobs=0)
+    request = msgspec.structs.replace(plain, sampling=scored)
+    world.handle(GatewayMessage(world.gate, Generate(request=request)))
+    prefill = world.one(world.prefills[0], Prefill)
     logprobs = (TokenLogprob(-0.5), TokenLogprob(-0.25))
     done = Prefilled(
         dispatch=prefill.dispatch,
@@ -76,7 +81,8 @@ def test_77_prompt_logprobs_are_passed_on_once() -> None:
         times=PhaseTimes(),
         prompt_logprobs=logprobs,
     )
-    world.step(world.prefills[0], prefilled=(done,))
+    token = TokenOut(prefill.dispatch, 0, 50)
+    world.step(world.prefills[0], tokens=(token,), prefilled=(done,))
     assert world.one(world.gate, PromptLogprobs).items == logprobs
     world.step(world.prefills[0], prefilled=(done,))
     assert not world.to(world.gate, PromptLogprobs)
