@@ -1,13 +1,17 @@
 """Encoded chunks without sockets: what is cut, what is refused, and when a codec pays."""
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.kv.arena import KvArena
+from shared.kv.codecs.frame import CodecName
 from shared.kv.codecs.planner import CodecFigures
 from shared.kv.layout import KvLayout, LayerKv
 from shared.messages.bulk import Fetch
 from shared.transport.bulk.calibration import measure_figures
+from shared.transport.bulk.encoded import EncodedChunks
 from shared.transport.bulk.plan import plan_encoded, plan_fetch
 from shared.transport.bulk.rates import AUTO_CODECS, PairRates
 from shared.transport.bulk.servings import Servings
@@ -137,3 +141,40 @@ def test_the_first_guess_is_measured_on_this_machine() -> None:
     figures = {one.codec: one for one in measure_figures(LAYOUT)}
     assert tuple(figures) == AUTO_CODECS and "sparse" not in figures
     assert all(one.encode_rate > 0 and one.decode_rate > 0 for one in figures.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(64, 1024), st.booleans())
+def test_any_table_of_blocks_arrives_in_order_up_to_the_last_token(
+    data: st.DataObject, blocks: int, chunk_bytes: int, lossy: bool
+) -> None:
+    """Guards tokens that land in another's place: tables are not ascending, nor the same (37)."""
+    size = LAYOUT.block_size
+    tokens = data.draw(st.integers((blocks - 1) * size + 1, blocks * size))
+    theirs = data.draw(st.permutations(range(16)))[:blocks]
+    ours = data.draw(st.permutations(range(16)))[:blocks]
+    source, target = KvArena.create(LAYOUT, 16), KvArena.create(LAYOUT, 16)
+    for layer in (0, 1, 3):
+        for side in (source.k(layer), source.v(layer)):
+            side.copy_(torch.randn(side.shape))
+    out, into = EncodedChunks(source), EncodedChunks(target)
+    codec: CodecName = "int8" if lossy else "none"
+    for chunk in plan_encoded(LAYOUT, range(4), blocks, chunk_bytes):
+        frames = out.encode(codec, chunk, theirs, tokens)
+        assert into.fits(chunk, sum(map(len, frames)))
+        into.decode(codec, chunk, ours, tokens, frames)
+    for layer in (0, 1, 3):
+        for their_side, our_side in (
+            (source.k(layer), target.k(layer)),
+            (source.v(layer), target.v(layer)),
+        ):
+            want = their_side[theirs].flatten(0, 1).float()
+            got = our_side[ours].flatten(0, 1).float()
+            slack = 0.03 * float(want.abs().max()) if lossy else 0.0
+            assert ((got - want).abs()[:tokens] <= slack).all()
+            assert (
+                not got[tokens:].any()
+                and not our_side[[b for b in range(16) if b not in ours]].any()
+            )
+    source.close()
+    target.close()

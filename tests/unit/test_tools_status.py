@@ -9,6 +9,7 @@ from shared.config import Deployment
 from shared.ids import Incarnation, WorkerId
 from shared.messages.fleet import (
     FleetStatus,
+    PairStatus,
     RouterCounters,
     WorkerCounters,
     WorkerLoad,
@@ -55,9 +56,13 @@ def snapshot(at: float, done: int, counters: RouterCounters) -> Snapshot:
     return Snapshot(at=at, states=states, fleet=fleet)
 
 
-def screen(counters: RouterCounters) -> str:
+def screen(counters: RouterCounters, pairs: tuple[PairStatus, ...] = ()) -> str:
     console = Console(file=io.StringIO(), width=80)
     now, before = snapshot(1.0, 12345, counters), snapshot(0.0, 0, counters)
+    assert now.fleet is not None
+    reader = msgspec.structs.replace(worker(0), worker=WorkerId("decode-0"), pairs=pairs)
+    fleet = msgspec.structs.replace(now.fleet, workers=(*now.fleet.workers, reader))
+    now = msgspec.structs.replace(now, fleet=fleet) if pairs else now
     console.print(render(DEPLOYMENT, now, before))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -75,3 +80,20 @@ def test_what_never_happened_is_left_out() -> None:
     assert "requests: 2 accepted, 1 finished\n" in screen(RouterCounters(accepted=2, finished=1))
     text = screen(RouterCounters(accepted=2, finished=1, failed=1, retries=3))
     assert "requests: 2 accepted, 1 finished, 1 failed, 3 retries\n" in text
+
+
+def test_a_pair_tells_its_codec_and_the_bytes_it_saved_only_if_there_is_one() -> None:
+    """Guards a lossy codec that nobody sees."""
+    plain = PairStatus(source=WorkerId("prefill-0"), path="ipc", reason="self_test", codec="none")
+    coded = PairStatus(
+        source=WorkerId("prefill-1"),
+        path="host",
+        reason="other_host",
+        codec="int8",
+        codec_reason="configured",
+        bytes=40_000_000,
+        wire_bytes=20_600_000,
+    )
+    text = " ".join(screen(RouterCounters(), (plain, coded)).split())
+    assert "40.0 MB, 20.6 MB as int8" in text
+    assert text.count(" as ") == 1
