@@ -13,6 +13,8 @@ from shared.messages.request import Sampling
 
 PROBE_DEADLINE = 5.0
 """Seconds a probe may take."""
+RECENT = 2.0
+"""Seconds since decode's last token within which it counts as working."""
 CACHE_TIME = 1.0
 """Seconds a result is valid."""
 _PROBE_TOKENS = 2
@@ -20,7 +22,7 @@ _PROBE_TOKENS = 2
 
 
 class Health(Struct, frozen=True):
-    """``busy``: the probe got no turn, but other requests make progress."""
+    """``busy``: the probe got no turn, but decode makes progress with other requests."""
 
     ready: bool
     status: str
@@ -50,7 +52,6 @@ class Readiness:
         state = self._front.broker.state
         if state.draining:
             return Health(False, "draining")
-        tokens = state.counters.tokens
         try:
             call = Call(self._plan(), self._front.broker, self._front.tokenizer, self._unseen)
         except RequestFailed as error:
@@ -59,7 +60,7 @@ class Readiness:
             async with asyncio.timeout(PROBE_DEADLINE):
                 await call.whole()
         except TimeoutError:
-            if state.counters.tokens > tokens:
+            if self._front.clock.now() - state.decoded_at < RECENT:
                 return Health(True, "busy")
             return Health(False, f"no answer within {PROBE_DEADLINE:g} s")
         finally:

@@ -74,6 +74,7 @@ class GatewayState:
     """Open requests of one gateway. ``max_open`` bounds them, ``silence`` is in seconds.
 
     A ``Tick`` is wanted at ``wake_at``, which every event may change; an earlier one does no harm.
+    ``decoded_at`` is when a token came that was not the first of its output: decode works.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class GatewayState:
         self._heard_at = now
         self._sent_at = float("-inf")
         self._open_due = float("inf")
+        self.decoded_at = float("-inf")
         self.draining = False
         self.counters = GatewayCounters()
 
@@ -223,6 +225,8 @@ class GatewayState:
                 counters.duplicates += 1
         for request_id, items in fresh.items():
             counters.tokens += len(items)
+            if items[-1].index:
+                self.decoded_at = now
             self._open[request_id].patience = None
             effects.append(NewTokens(request_id, items))
         for opened in gaps.values():

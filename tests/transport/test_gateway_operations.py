@@ -135,3 +135,39 @@ def test_keys_are_tenants(run_async: RunAsync) -> None:
             assert [request.tenant for request in r.router.requests] == ["blue"]
 
     run_async(main())
+
+
+def test_readyz_does_not_take_first_tokens_for_progress_of_decode(
+    run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill samples them: they still come, the probe's own too, when decode hangs."""
+    monkeypatch.setattr("services.gateway.health.PROBE_DEADLINE", 0.3)
+
+    async def main() -> None:
+        async with rig() as r:
+            r.router.hold(1)
+            answer = await r.client.get("/readyz")
+            assert (answer.status_code, answer.json()["status"]) == (503, "no answer within 0.3 s")
+            await r.idle()
+
+    run_async(main())
+
+
+def test_readyz_says_busy_only_while_decode_has_just_given_tokens(
+    run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens from before decode hung made it look alive for one more probe."""
+    monkeypatch.setattr("services.gateway.health.PROBE_DEADLINE", 0.3)
+    monkeypatch.setattr("services.gateway.health.CACHE_TIME", 0.0)
+
+    async def main() -> None:
+        async with rig() as r:
+            await r.complete(max_tokens=20)
+            r.router.hold(0)
+            answer = await r.client.get("/readyz")
+            assert (answer.status_code, answer.json()["status"]) == (200, "busy")
+            monkeypatch.setattr("services.gateway.health.RECENT", 0.2)
+            assert (await r.client.get("/readyz")).status_code == 503
+            await r.idle()
+
+    run_async(main())
