@@ -114,6 +114,9 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Front door. ``api_keys``: key -> tenant; absent means one local tenant, no key asked.
 
+    Keys of the tenants in ``operators`` may ask how the fleet is and give it orders; without
+    ``api_keys`` everybody may who reaches the SDK's endpoint.
+
     Without keys ``http`` must be a loopback address, unless ``allow_anonymous`` says that
     something else keeps strangers out, such as a container's port published to loopback only.
     """
@@ -121,6 +124,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     http: str = "127.0.0.1:8000"
     zmq: str | None = None
     api_keys: dict[str, str] | None = None
+    operators: tuple[str, ...] = ()
     allow_anonymous: bool = False
     max_body: ByteSize = ByteSize(8 << 20)
     max_open: Positive = 1024

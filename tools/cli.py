@@ -3,7 +3,7 @@
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -171,6 +171,53 @@ def restart(
     from tools.running import find_deployment
 
     run_restart(find_deployment(config, DEFAULT_CONFIG), service, Console(), timeout=timeout)
+
+
+WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Such as decode-0.")]
+
+
+@app.command()
+def drain(
+    worker: WorkerArgument,
+    config: ConfigOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until it must be empty.")] = 600.0,
+) -> None:
+    """Have a worker finish what it runs, give it nothing new, and wait until it is empty.
+
+    It stays so until `diptych role`. Where there are API keys, this and `diptych status` need
+    the key of a tenant in `gateway.operators`.
+
+    Example: `diptych drain decode-1`
+    """
+    from tools.drain import drain as run_drain
+    from tools.running import find_deployment
+
+    run_drain(find_deployment(config, DEFAULT_CONFIG), worker, Console(), timeout=timeout)
+
+
+@app.command()
+def role(
+    worker: WorkerArgument,
+    new_role: Annotated[
+        Literal["prefill", "decode", "mixed"],
+        typer.Argument(metavar="ROLE", help="prefill, decode or mixed."),
+    ],
+    config: ConfigOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until it must serve.")] = 600.0,
+) -> None:
+    """Drain a worker and have it serve in a role, its own included, until it restarts.
+
+    Examples:
+
+    `diptych role decode-1 prefill`
+
+    `diptych role decode-1 decode`
+    """
+    from tools.drain import change_role
+    from tools.running import find_deployment
+
+    deployment = find_deployment(config, DEFAULT_CONFIG)
+    change_role(deployment, worker, new_role, Console(), timeout=timeout)
 
 
 @app.command()

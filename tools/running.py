@@ -42,8 +42,10 @@ def require_running(deployment: Deployment) -> None:
         )
 
 
-def client(deployment: Deployment, *, connect_timeout: float = 5.0) -> diptych.Client:
-    """Return an SDK client of the deployment, with the key of its first tenant if it has keys."""
+def client(
+    deployment: Deployment, *, connect_timeout: float = 5.0, operator: bool = False
+) -> diptych.Client:
+    """Return an SDK client of the deployment, with its first key, or an operator's, if any."""
     endpoint = client_endpoint(deployment)
     keys = deployment.security.keys
     encrypted = endpoint.startswith("tcp://") or deployment.security.curve == "always"
@@ -51,12 +53,18 @@ def client(deployment: Deployment, *, connect_timeout: float = 5.0) -> diptych.C
     try:
         return diptych.Client(
             _reachable(endpoint),
-            api_key=next(iter(deployment.gateway.api_keys or {}), None),
+            api_key=_key(deployment, operator=operator),
             curve=curve,
             connect_timeout=connect_timeout,
         )
     except diptych.DiptychError as error:
         raise BadConfig(f"cannot reach {endpoint}: {error}") from error
+
+
+def _key(deployment: Deployment, *, operator: bool) -> str | None:
+    keys, operators = deployment.gateway.api_keys or {}, deployment.gateway.operators
+    fitting = (key for key, tenant in keys.items() if tenant in operators)
+    return next(fitting if operator else iter(keys), next(iter(keys), None))
 
 
 def _reachable(endpoint: str) -> str:

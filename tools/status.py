@@ -49,7 +49,7 @@ def show_status(deployment: Deployment, console: Console, *, watch: bool) -> int
         ResourceMissing: the deployment does not run.
     """
     require_running(deployment)
-    with client(deployment, connect_timeout=_QUERY_TIMEOUT) as link:
+    with client(deployment, connect_timeout=_QUERY_TIMEOUT, operator=True) as link:
         before = take(deployment, link)
         time.sleep(_SAMPLE)
         now = take(deployment, link)
@@ -179,7 +179,7 @@ def _worker_cells(worker: WorkerStatus, pid: str, speed: Rates | None) -> list[s
     return [
         worker.worker,
         worker.role,
-        f"[{colour}]{worker.health}[/{colour}]",
+        f"[{colour}]{'drained' if worker.drained else worker.health}[/{colour}]",
         pid,
         str(load.waiting),
         str(running),

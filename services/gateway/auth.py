@@ -1,6 +1,7 @@
 """API keys to tenants."""
 
 import hashlib
+from collections.abc import Container
 
 from shared.errors import Unauthorized
 from shared.ids import TenantId
@@ -14,7 +15,8 @@ class Keys:
     Keys are looked up by digest, so that timing tells nothing about them.
     """
 
-    def __init__(self, tenants: dict[str, str] | None) -> None:
+    def __init__(self, tenants: dict[str, str] | None, operators: Container[str] = ()) -> None:
+        self._operators = operators
         self._tenants = (
             None
             if tenants is None
@@ -31,6 +33,10 @@ class Keys:
         if tenant is None:
             raise Unauthorized("unknown API key")
         return tenant
+
+    def operates(self, tenant: TenantId) -> bool:
+        """Whether a tenant may ask how the fleet is and give it orders."""
+        return self._tenants is None or tenant in self._operators
 
     def tenant_of_header(self, authorization: str | None) -> TenantId:
         """Return the tenant for an ``Authorization`` header. Raises ``Unauthorized``."""

@@ -31,11 +31,13 @@ from shared.ids import Incarnation, RequestId
 from shared.messages.fleet import FleetStatus
 from shared.messages.gateway_router import (
     FleetQuery,
+    FleetReply,
     FromGateway,
     Generate,
     RouterWelcome,
     ToGateway,
     TokenItem,
+    WorkerOrder,
 )
 from shared.messages.request import Request, TokenLogprob
 
@@ -75,7 +77,7 @@ class Broker:
         self._prefix = f"{incarnation:x}"
         self._last_id = 0
         self._listeners: dict[RequestId, Listener] = {}
-        self._queries: dict[int, asyncio.Future[FleetStatus]] = {}
+        self._queries: dict[int, asyncio.Future[FleetReply]] = {}
         self._changed = asyncio.Event()
         self._alarm = Alarm(clock)
         self.later = Later()
@@ -122,26 +124,30 @@ class Broker:
         """Sleep until the state machine wants to know the time again, or until ``latest``."""
         await self._alarm.sleep_until(min(latest, self.state.wake_at))
 
-    async def fleet(self, timeout: float) -> FleetStatus:
-        """Ask the router about the fleet, at most ``timeout`` seconds long.
+    async def fleet(self, timeout: float, order: WorkerOrder | None = None) -> FleetStatus:
+        """Ask the router about the fleet after giving it an order, if any.
 
         Raises:
-            NoWorker: no answer, or no router.
+            NoWorker: no answer within ``timeout`` seconds, or no router.
+            RequestFailed: the order was not taken.
         """
         if len(self._queries) >= _MAX_QUERIES:
             raise NoWorker("too many fleet queries wait for the router", retry_after=1.0)
         self._last_id += 1
         query = self._last_id
-        answer: asyncio.Future[FleetStatus] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[FleetReply] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
         try:
             async with asyncio.timeout(timeout):
-                self._send(FleetQuery(query=query))
-                return await answer
+                self._send(FleetQuery(query=query, order=order))
+                reply = await answer
         except TimeoutError:
             raise NoWorker(f"the router did not answer within {timeout:g} s") from None
         finally:
             del self._queries[query]
+        if reply.error is not None:
+            raise RequestFailed(reply.error)
+        return reply.status
 
     async def welcomed(self) -> None:
         """Wait until the router knows this gateway; the caller sets the time limit."""
@@ -186,7 +192,7 @@ class Broker:
         elif isinstance(effect, FleetKnown):
             answer = self._queries.get(effect.reply.query)
             if answer is not None and not answer.done():
-                answer.set_result(effect.reply.status)
+                answer.set_result(effect.reply)
 
     def _transmit(self, message: FromGateway) -> None:
         if self._send(message):

@@ -10,9 +10,18 @@ from msgspec import Struct
 from diptych import wire
 from services.gateway.client_request import wire_error
 from services.gateway.client_session import ClientSession
+from services.gateway.errors import RequestFailed
 from services.gateway.front import Front
-from shared.errors import DiptychError, IncompatiblePeer, InvalidRequest, NoWorker, Overloaded
-from shared.ids import Incarnation, TenantId
+from shared.errors import (
+    DiptychError,
+    IncompatiblePeer,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    Unauthorized,
+)
+from shared.ids import Incarnation, TenantId, WorkerId
+from shared.messages.gateway_router import WorkerOrder
 from shared.transport.link import LinkLimits, RouterLink
 from shared.transport.security import CurveServer
 
@@ -117,7 +126,7 @@ class ClientLink:
         elif isinstance(message, wire.Cancel):
             client.session.cancel(message.id)
         elif isinstance(message, wire.StatusQuery):
-            self._status(peer, message)
+            self._status(client, message)
         else:
             self._forget(client)
 
@@ -170,20 +179,29 @@ class ClientLink:
             raise InvalidRequest("a later session of this client is open", param="session")
         return tenant
 
-    def _status(self, peer: bytes, message: wire.StatusQuery) -> None:
-        if len(self._status_tasks) >= _MAX_STATUS:
-            error = wire_error(Overloaded("too many status queries", retry_after=1.0).payload())
-            self._send(peer, wire.StatusReply(query=message.query, error=error))
+    def _status(self, client: _Client, message: wire.StatusQuery) -> None:
+        refusal: DiptychError | None = None
+        if not self._front.keys.operates(client.session.tenant):
+            refusal = Unauthorized("this key's tenant is not in `gateway.operators`")
+        elif len(self._status_tasks) >= _MAX_STATUS:
+            refusal = Overloaded("too many status queries", retry_after=1.0)
+        if refusal is not None:
+            error = wire_error(refusal.payload())
+            self._send(client.peer, wire.StatusReply(query=message.query, error=error))
             return
-        task = asyncio.get_running_loop().create_task(self._answer_status(peer, message.query))
+        task = asyncio.get_running_loop().create_task(self._answer_status(client.peer, message))
         self._status_tasks.add(task)
         task.add_done_callback(self._status_tasks.discard)
 
-    async def _answer_status(self, peer: bytes, query: int) -> None:
+    async def _answer_status(self, peer: bytes, message: wire.StatusQuery) -> None:
+        query, order = message.query, None
+        if message.order is not None:
+            order = WorkerOrder(worker=WorkerId(message.order.worker), role=message.order.role)
         try:
-            status = await self._front.broker.fleet(_STATUS_DEADLINE)
-        except NoWorker as error:
-            answer = wire.StatusReply(query=query, error=wire_error(error.payload()))
+            status = await self._front.broker.fleet(_STATUS_DEADLINE, order)
+        except (NoWorker, RequestFailed) as error:
+            payload = error.payload if isinstance(error, RequestFailed) else error.payload()
+            answer = wire.StatusReply(query=query, error=wire_error(payload))
         else:
             answer = wire.StatusReply(query=query, fleet=msgspec.msgpack.encode(status))
         self._send(peer, answer)

@@ -33,7 +33,7 @@ class ClientSession:
         self.heard_at = now
         self.last_id = 0
         self._front = front
-        self._tenant = tenant
+        self.tenant = tenant
         self._send = send
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, ClientRequest] = {}
@@ -98,7 +98,7 @@ class ClientSession:
             metrics=self._front.metrics,
             on_change=self._on_change,
         )
-        request = ClientRequest(self._front, message, ready, shared, self._tenant)
+        request = ClientRequest(self._front, message, ready, shared, self.tenant)
         self._send(request.accepted())
         self._requests[message.id] = request
         if request.already is not None:

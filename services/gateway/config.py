@@ -23,6 +23,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     runtime_dir: Path
     security: SecuritySection
     api_keys: dict[str, str] | None
+    operators: tuple[str, ...]
     model_path: str
     served_name: str | None
     max_model_len: int | None
@@ -45,6 +46,9 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
     except ValueError as error:
         raise BadConfig(f"`gateway.http`: {error}") from error
     _check_keys(section.api_keys)
+    unknown = sorted(set(section.operators) - set((section.api_keys or {}).values()))
+    if unknown:
+        raise BadConfig(f"`gateway.operators` names {unknown}, which no `gateway.api_keys` has")
     open_to_all = section.api_keys is None and not section.allow_anonymous
     if open_to_all and not _is_loopback(host):
         raise BadConfig(
@@ -60,6 +64,7 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
         runtime_dir=runtime_dir(deployment),
         security=deployment.security,
         api_keys=section.api_keys,
+        operators=section.operators,
         model_path=deployment.model.path,
         served_name=deployment.model.served_name,
         max_model_len=deployment.model.max_model_len,

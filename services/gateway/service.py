@@ -55,7 +55,8 @@ class Gateway:
         )
         self.incarnation = incarnation
         self.broker = Broker(state, incarnation, self._send, clock)
-        self.front = Front(served, tokenizer, self.broker, Keys(config.api_keys), clock=clock)
+        keys = Keys(config.api_keys, config.operators)
+        self.front = Front(served, tokenizer, self.broker, keys, clock=clock)
         self._drain_timeout = config.drain_timeout
         with ExitStack() as undo:
             listener = undo.enter_context(open_socket(config.host, config.port))

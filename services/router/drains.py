@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from services.router.effects import Outbox
 from services.router.records import Worker
 from services.router.recovery import Recovery
-from shared.errors import WorkerLost
+from shared.errors import ErrorPayload, NotFound, WorkerLost
 from shared.ids import WorkerId
 from shared.messages.fleet import Role
 from shared.messages.router_worker import DrainWorker, SetRole
@@ -19,12 +19,16 @@ class Drains:
         self._recovery = recovery
         self._outbox = outbox
 
-    def order(self, name: WorkerId, role: Role | None) -> None:
-        """Drain a worker. With ``role``, which may be its own, it is ready again afterwards."""
+    def order(self, name: WorkerId, role: Role | None) -> ErrorPayload | None:
+        """Drain a worker. With ``role``, which may be its own, it is ready again afterwards.
+
+        Returns why the order was not taken, None if it was.
+        """
         worker = next((w for w in self._workers.values() if w.hello.worker == name), None)
         if worker is None or worker.health == "lost" or worker.stopping:
-            self._outbox.note(f"worker {name} is not here to be drained", warning=True)
-            return
+            error = NotFound(f"worker {name} is not here to be drained", param="worker")
+            self._outbox.note(error.message, warning=True)
+            return error.payload()
         worker.next_role = role
         if worker.drained:
             self._change_role(worker)
@@ -34,6 +38,7 @@ class Drains:
                 worker.health = "draining"
             self._outbox.worker(worker, DrainWorker())
             self._outbox.note(f"worker {name} drains")
+        return None
 
     def drained(self, worker: Worker, now: float) -> None:
         """The worker says that it is empty."""

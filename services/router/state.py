@@ -112,6 +112,7 @@ class RouterState:
                 load=worker.load,
                 counters=worker.counters,
                 pairs=worker.pairs,
+                drained=worker.drained,
             )
             for worker in sorted(self.fleet.by_peer.values(), key=lambda w: w.hello.worker)
         )
@@ -182,7 +183,10 @@ class RouterState:
         elif isinstance(message, GatewayPing):
             self._outbox.gateway(gateway, RouterPong(incarnation=self.incarnation))
         elif isinstance(message, FleetQuery):
-            reply = FleetReply(query=message.query, status=self.status(now))
+            order, error = message.order, None
+            if order is not None:
+                error = self.drains.order(order.worker, order.role)
+            reply = FleetReply(query=message.query, status=self.status(now), error=error)
             self._outbox.gateway(gateway, reply)
         elif isinstance(message, Drain):
             self._drain(now)

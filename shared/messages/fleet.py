@@ -95,7 +95,10 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
-    """One worker as the router sees it; ``age`` is seconds since its last message."""
+    """One worker as the router sees it; ``age`` is seconds since its last message.
+
+    ``drained``: it was emptied on an operator's order and stays so until it is given a role.
+    """
 
     worker: WorkerId
     role: Role
@@ -106,6 +109,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     load: WorkerLoad
     counters: WorkerCounters
     pairs: tuple[PairStatus, ...] = ()
+    drained: bool = False
 
 
 class RouterCounters(Struct, frozen=True, kw_only=True):

@@ -3,8 +3,8 @@
 from msgspec import Struct
 
 from shared.errors import ErrorPayload
-from shared.ids import GatewayId, Incarnation, RequestId
-from shared.messages.fleet import FleetStatus
+from shared.ids import GatewayId, Incarnation, RequestId, WorkerId
+from shared.messages.fleet import FleetStatus, Role
 from shared.messages.request import FinishReason, PhaseTimes, Request, TokenLogprob
 
 
@@ -28,10 +28,18 @@ class CancelRequest(Struct, tag="cancel", frozen=True, kw_only=True):
     request_id: RequestId
 
 
-class FleetQuery(Struct, tag="fleet?", frozen=True, kw_only=True):
-    """Ask for ``FleetReply``."""
+class WorkerOrder(Struct, frozen=True, kw_only=True):
+    """Empty a worker; with ``role``, which may be its own, it serves again afterwards."""
+
+    worker: WorkerId
+    role: Role | None = None
+
+
+class FleetQuery(Struct, tag="fleet?", frozen=True, kw_only=True, omit_defaults=True):
+    """Ask for ``FleetReply``, and give an order first."""
 
     query: int
+    order: WorkerOrder | None = None
 
 
 class Drain(Struct, tag="drain", frozen=True, kw_only=True):
@@ -104,11 +112,12 @@ class Ended(Struct, tag="ended", frozen=True, kw_only=True, omit_defaults=True):
     timeline: RequestTimeline | None = None
 
 
-class FleetReply(Struct, tag="fleet", frozen=True, kw_only=True):
-    """Answer to ``FleetQuery``."""
+class FleetReply(Struct, tag="fleet", frozen=True, kw_only=True, omit_defaults=True):
+    """Answer to ``FleetQuery``; ``error``: the order was not taken."""
 
     query: int
     status: FleetStatus
+    error: ErrorPayload | None = None
 
 
 ToGateway = RouterWelcome | RouterPong | Tokens | PromptLogprobs | Ended | FleetReply

@@ -164,6 +164,12 @@ def test_bench_measures_phases_and_hand_over(deployment: Deployment) -> None:
     assert "<svg" in out.with_suffix(".html").read_text()
 
 
+def test_a_drained_worker_serves_again_when_told(deployment: Deployment) -> None:
+    assert "decode-0 is drained" in deployment.diptych("drain", "decode-0")
+    assert "drained" in deployment.diptych("status")
+    assert "decode-0 serves as decode" in deployment.diptych("role", "decode-0", "decode")
+
+
 def test_restart_brings_back_one_service_and_leaves_the_rest(deployment: Deployment) -> None:
     before = {name: deployment.pid(name) for name in ("prefill-0", "decode-0", "router")}
     assert "decode-0 is ready again" in deployment.diptych("restart", "decode-0")

@@ -39,6 +39,8 @@ from shared.messages.hello import WIRE_VERSION
 from shared.messages.request import PhaseTimes, Request
 from shared.messages.router_worker import (
     CancelWork,
+    Drained,
+    DrainWorker,
     Expect,
     FromWorker,
     NewSource,
@@ -48,6 +50,7 @@ from shared.messages.router_worker import (
     RouterBeat,
     Run,
     SequenceFinished,
+    SetRole,
     StepOutput,
     TokenOut,
     ToWorker,
@@ -87,6 +90,7 @@ class ScriptedWorker:
         self._router: Incarnation | None = None
         self._pid = pid
         self._steps = 0
+        self._draining = False
         self._kind: Role = "prefill" if name.startswith("prefill") else "decode"
         self.identity = f"{name}#{self.incarnation}".encode()
         self.link: DealerLink[ToWorker, FromWorker] = DealerLink(
@@ -148,6 +152,16 @@ class ScriptedWorker:
             self.pull()
         elif isinstance(message, CancelWork):
             self.tasks.pop(message.dispatch, None)
+        elif isinstance(message, DrainWorker):
+            self._draining = True
+        elif isinstance(message, SetRole):
+            self._kind, self._draining = message.role, False
+        self._empty()
+
+    def _empty(self) -> None:
+        if self._draining and not self.tasks:
+            self._draining = False
+            self.link.send(Drained())
 
     def _prefill(self, message: Prefill) -> None:
         done = Prefilled(dispatch=message.dispatch, num_cached_tokens=0, times=PhaseTimes())
@@ -174,6 +188,7 @@ class ScriptedWorker:
             self.link.send(StepOutput(step=self._steps, tokens=(token,), finished=finished))
             if finished:
                 del self.tasks[dispatch]
+                self._empty()
 
 
 class ScriptedGateway:

@@ -23,3 +23,11 @@ def test_other_machines_need_keys_or_consent(host: str) -> None:
 
 def test_loopback_needs_neither() -> None:
     assert gateway_config(deployment(http="127.0.0.1:8000")).api_keys is None
+
+
+def test_operators_must_be_tenants_that_have_a_key() -> None:
+    """A misspelt name would lock the operator out, or wait for somebody to take it."""
+    keys = {"k": "red"}
+    with pytest.raises(BadConfig, match="blue"):
+        gateway_config(deployment(api_keys=keys, operators=("blue",)))
+    assert gateway_config(deployment(api_keys=keys, operators=("red",))).operators == ("red",)

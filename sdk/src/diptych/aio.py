@@ -19,7 +19,7 @@ from diptych.events import Fleet, Open, Ready, Update
 from diptych.params import Messages, Params, Prompt, chat_submit, check_timeout, prompt_submit
 from diptych.results import Assembler, Chunk, Completion
 from diptych.state import ClientLimits
-from diptych.wire import Submit
+from diptych.wire import Role, Submit, WorkerOrder
 
 T = TypeVar("T")
 
@@ -62,9 +62,18 @@ class AsyncClient:
 
     async def status(self, timeout: float = 10.0) -> dict[str, object]:
         """Return the fleet's status; see ``Client.status``."""
+        return await self._ask_fleet(None, timeout)
+
+    async def drain(
+        self, worker: str, *, role: Role | None = None, timeout: float = 10.0
+    ) -> dict[str, object]:
+        """Empty a worker; see ``Client.drain``."""
+        return await self._ask_fleet(WorkerOrder(worker=worker, role=role), timeout)
+
+    async def _ask_fleet(self, order: WorkerOrder | None, timeout: float) -> dict[str, object]:
         limit = check_timeout(timeout)
         with self._channel.call() as key:
-            answer = await _result(calls.ask(self._channel, key, "status", limit), limit)
+            answer = await _result(calls.ask(self._channel, key, "status", limit, order), limit)
         assert isinstance(answer, Fleet)
         return answer.decode()
 

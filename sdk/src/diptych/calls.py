@@ -11,7 +11,7 @@ from diptych.errors import DiptychError, error_from
 from diptych.events import Ask, Fleet, Open, Ready, Update
 from diptych.open_request import Failed
 from diptych.results import Assembler, Completion
-from diptych.wire import Submit
+from diptych.wire import Submit, WorkerOrder
 
 T = TypeVar("T")
 
@@ -62,9 +62,13 @@ def complete(channel: Channel, key: int, submit: Submit, timeout: float) -> Futu
 
 
 def ask(
-    channel: Channel, key: int, what: Literal["ready", "status"], timeout: float
+    channel: Channel,
+    key: int,
+    what: Literal["ready", "status"],
+    timeout: float,
+    order: WorkerOrder | None = None,
 ) -> Future[Ready | Fleet]:
-    """Wait for a session, or ask for the fleet's status."""
+    """Wait for a session, or ask for the fleet's status after giving it an order."""
     once: _Once[Ready | Fleet] = _Once()
 
     def sink(update: Update) -> None:
@@ -76,5 +80,5 @@ def ask(
             once.future.set_result(update)
 
     once.on_cancel(lambda: channel.abort(key))
-    channel.start(Ask(key, what, time.monotonic() + timeout), sink)
+    channel.start(Ask(key, what, time.monotonic() + timeout, order), sink)
     return once.future

@@ -25,7 +25,7 @@ from diptych.params import (
 )
 from diptych.results import Assembler, Chunk, Completion
 from diptych.state import ClientLimits
-from diptych.wire import Submit
+from diptych.wire import Role, Submit, WorkerOrder
 
 T = TypeVar("T")
 
@@ -82,10 +82,30 @@ class Client:
         return answer
 
     def status(self, timeout: float = 10.0) -> dict[str, object]:
-        """Return the fleet's status: workers, queues, counters. Raises as ``wait_ready``."""
+        """Return the fleet's status: workers, queues, counters. For operators.
+
+        Raises:
+            Unauthorized: the key is not an operator's. Others as ``wait_ready``.
+        """
+        return self._ask_fleet(None, timeout)
+
+    def drain(
+        self, worker: str, *, role: Role | None = None, timeout: float = 10.0
+    ) -> dict[str, object]:
+        """Have a worker finish what it runs and get nothing new. For operators.
+
+        With ``role``, which may be its own, it takes that role once it is empty; this also
+        ends an earlier drain. Returns the fleet's status at once, without waiting for that.
+
+        Raises:
+            NotFound: there is no such worker. Others as ``status``.
+        """
+        return self._ask_fleet(WorkerOrder(worker=worker, role=role), timeout)
+
+    def _ask_fleet(self, order: WorkerOrder | None, timeout: float) -> dict[str, object]:
         limit = check_timeout(timeout)
         with self._channel.call() as key:
-            answer = _result(calls.ask(self._channel, key, "status", limit), limit)
+            answer = _result(calls.ask(self._channel, key, "status", limit, order), limit)
         assert isinstance(answer, Fleet)
         return answer.decode()
 

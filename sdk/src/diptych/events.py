@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from diptych.open_request import Failed, Finished, Output, PromptScores, Started
-from diptych.wire import FromClient, Submit, ToClient
+from diptych.wire import FromClient, Submit, ToClient, WorkerOrder
 
 
 class Open(Struct, frozen=True):
@@ -18,11 +18,12 @@ class Open(Struct, frozen=True):
 
 
 class Ask(Struct, frozen=True):
-    """Wait for a session (``ready``) or ask for the fleet's status."""
+    """Wait for a session (``ready``) or ask for the fleet's status, maybe with an order."""
 
     key: int
     what: Literal["ready", "status"]
     deadline: float
+    order: WorkerOrder | None = None
 
 
 class Abort(Struct, frozen=True):

@@ -232,7 +232,7 @@ class ClientState:
             self.asks[event.key] = (event, now)
             self._wake_link(now)
             if self.phase == "open":
-                yield Send(StatusQuery(query=event.key))
+                yield Send(StatusQuery(query=event.key, order=event.order))
 
     def _no_room(self) -> WireError | None:
         if self.phase == "left":
@@ -313,7 +313,7 @@ class ClientState:
                 del self.asks[key]
                 yield Emit(key, Ready(message.model, message.max_model_len))
             else:
-                yield Send(StatusQuery(query=key))
+                yield Send(StatusQuery(query=key, order=ask.order))
         for request in list(self.requests.values()):
             yield from self._submit_or_give_up(request, now)
 

@@ -142,10 +142,21 @@ class Ping(Struct, tag="ping", frozen=True, kw_only=True):
     """Heartbeat; answered by ``Pong``, with or without a session."""
 
 
-class StatusQuery(Struct, tag="status?", frozen=True, kw_only=True):
-    """Ask for ``StatusReply``."""
+Role = Literal["prefill", "decode", "mixed"]
+
+
+class WorkerOrder(Struct, frozen=True, kw_only=True):
+    """Empty a worker; with ``role``, which may be its own, it serves again afterwards."""
+
+    worker: str
+    role: Role | None = None
+
+
+class StatusQuery(Struct, tag="status?", frozen=True, kw_only=True, omit_defaults=True):
+    """Ask for ``StatusReply``, and give an order first. For operators."""
 
     query: int
+    order: WorkerOrder | None = None
 
 
 class Bye(Struct, tag="bye", frozen=True, kw_only=True):
