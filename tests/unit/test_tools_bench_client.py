@@ -4,10 +4,13 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+from shared.errors import BadConfig
 from tests.conftest import RunAsync
+from tools.bench.command import read_api_key
 from tools.bench.load import Workload, bodies, one_request, run_load
 from tools.bench.records import Record
 from tools.bench.sse_client import SseClient, Target
@@ -181,3 +184,31 @@ def test_load_keeps_its_concurrency_and_its_connections(run_async: RunAsync) -> 
     prompts = [body["prompt"] for body in bodies_seen]
     assert len(set(map(str, prompts))) == 20
     assert all(body["ignore_eos"] and body["min_tokens"] == 3 for body in bodies_seen)
+
+
+@pytest.mark.parametrize("content", ["", "two words", "a\nb", "k\r\nX-Evil: 1", "schlüssel"])
+def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: str) -> None:
+    """Line breaks in a header would be headers of their own."""
+    (tmp_path / "key").write_text(content)
+    with pytest.raises(BadConfig, match="--api-key-file"):
+        read_api_key(tmp_path / "key")
+    with pytest.raises(BadConfig, match="--api-key-file"):
+        read_api_key(tmp_path / "absent")
+
+
+def test_the_key_of_the_file_goes_with_every_request(tmp_path: Path, run_async: RunAsync) -> None:
+    (tmp_path / "key").write_text("sk-secret\n")
+    heads: list[str] = []
+
+    async def main() -> None:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await once(Target.parse(url, read_api_key(tmp_path / "key")))
+
+    run_async(main())
+    assert "\r\nAuthorization: Bearer sk-secret\r\n" in heads[0]

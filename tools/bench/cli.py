@@ -7,6 +7,7 @@ import typer
 from msgspec import Struct
 from rich.console import Console
 
+from shared.errors import BadConfig
 from tools.bench.options import with_options
 
 if TYPE_CHECKING:
@@ -23,22 +24,29 @@ ReportOption = Annotated[
 ]
 
 
-@bench_app.command("serve")
-def bench_serve(
-    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.")] = 400,
-    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64,
-    concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16",
+class ServeOptions(Struct, frozen=True, kw_only=True):
+    """Of ``bench serve``."""
+
+    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.")] = 400
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64
+    concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16"
     requests: Annotated[
         int | None, typer.Option(help="Requests per level; else four per client, eight or more.")
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Deployment; started if none runs.")
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="Any OpenAI server instead.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where the report goes, without .json and .html.")
-    ] = None,
-) -> None:
+    ] = None
+    url: Annotated[str | None, typer.Option(help="Any OpenAI server instead.")] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the API key of --url; a deployment's is in its file."),
+    ] = None
+    out: ReportOption = None
+
+
+@bench_app.command("serve")
+@with_options(ServeOptions)
+def bench_serve(options: ServeOptions) -> int:
     """Measure TTFT, TPOT, ITL, throughput and phases; print a table, write JSON and HTML.
 
     Examples:
@@ -47,25 +55,28 @@ def bench_serve(
 
     `diptych bench serve --config configs/colocated.yaml --out reports/colocated`
 
-    `diptych bench serve --url http://127.0.0.1:9000 --concurrency 8`
+    `diptych bench serve --url http://127.0.0.1:9000 --api-key-file key.txt --concurrency 8`
     """
     from tools.bench import command
     from tools.bench.serve import Plan
     from tools.running import find_deployment
 
     plan = Plan(
-        input_words=input_words,
-        output_tokens=output_tokens,
-        levels=command.parse_levels(concurrency),
-        requests=requests,
+        input_words=options.input_words,
+        output_tokens=options.output_tokens,
+        levels=command.parse_levels(options.concurrency),
+        requests=options.requests,
         seed=0,
         timeout=600.0,
     )
-    place, console = out or command.default_output(), Console()
-    if url is not None:
-        raise typer.Exit(command.bench_url(url, None, plan, console, place))
-    deployment = find_deployment(config, DEFAULT_CONFIG)
-    raise typer.Exit(command.bench_deployment(deployment, config, plan, console, place))
+    place, console = options.out or command.default_output(), Console()
+    key = None if options.api_key_file is None else command.read_api_key(options.api_key_file)
+    if options.url is not None:
+        return command.bench_url(options.url, key, plan, console, place)
+    if key is not None:
+        raise BadConfig("--api-key-file goes with --url; a deployment's keys are in its file")
+    deployment = find_deployment(options.config, DEFAULT_CONFIG)
+    return command.bench_deployment(deployment, options.config, plan, console, place)
 
 
 @bench_app.command("transfer")

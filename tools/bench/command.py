@@ -34,6 +34,17 @@ def parse_levels(text: str) -> tuple[int, ...]:
     return levels
 
 
+def read_api_key(path: Path) -> str:
+    """Read a key from a file of one line. Raises ``BadConfig``."""
+    try:
+        key = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"--api-key-file {path}: {error}") from error
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise BadConfig(f"--api-key-file {path} must hold one key and nothing else")
+    return key
+
+
 def bench_url(url: str, api_key: str | None, plan: Plan, console: Console, out: Path) -> int:
     """Measure any OpenAI server."""
     return _bench(url, api_key, plan, [], console, out)
