@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from shared.config import Precision, kv_dtype_for
+from shared.device.device import KvMemory
 from shared.engine.batch import Sampled, SequenceInput, StepInput, StepResult
 from shared.engine.pools import pools
 from shared.engine.prepared import LoadRequest, Prepared
@@ -17,7 +18,6 @@ from shared.engine.sampling.sampler import Failure, Sampler
 from shared.engine.step import IntArray, OnLayer, PackedStep
 from shared.engine.weights import model_id
 from shared.errors import DiptychError, ErrorPayload
-from shared.kv.arena import KvArena
 from shared.kv.layout import KvDtype, KvLayout
 from shared.kv.memory import give_back_freed
 
@@ -81,7 +81,7 @@ class Engine:
         give_back_freed()
         return cls(prepared, model_dir, threads)
 
-    def attach(self, arena: KvArena) -> None:
+    def attach(self, arena: KvMemory) -> None:
         """Use ``arena`` as the KV pool; its layout must be this engine's.
 
         Raises:

@@ -216,6 +216,10 @@ class Driver:
             ends = {key: len(self.tokens[key]) for key in keys}
             self.step([self.part(k, ends[k] - 1, ends[k], sample=True) for k in keys])
 
+    def reserve(self, block: int) -> None:
+        """Keep a free block from all sequences."""
+        self._free.remove(block)
+
     def ids(self, key: int) -> list[int]:
         """Return the tokens sampled for a sequence."""
         return [sampled.token for sampled in self.output[key]]

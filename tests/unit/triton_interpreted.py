@@ -5,7 +5,8 @@ own: ``TRITON_INTERPRET=1 pytest tests/unit/triton_interpreted.py``.
 """
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from shared.engine.device.forward import Kernels
 from shared.kernels import fallback
+from shared.kernels.gpu import attention as kernels
 from shared.kernels.gpu import decode
 from shared.kernels.gpu.attention import kv_write, paged_attention
 from shared.kernels.gpu.decode import partition_count
 from shared.kernels.gpu.plan import plan_of
 from shared.kernels.types import AttentionBatch
+from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
+from tests.unit.engine_models import CONFIGS, greedy, prompt, save_model
 from tests.unit.kernel_reference import Case, attention, make_case
 
 POOLS = (torch.float32, torch.bfloat16, torch.float16)
@@ -180,3 +185,17 @@ def test_kv_write_fills_its_slots_only(pool: torch.dtype, source: torch.dtype) -
         expected = torch.zeros_like(stored).flatten(0, 1)
         expected[slots[:5]] = fresh.transpose(0, 1)[:5].to(pool)
         torch.testing.assert_close(stored.flatten(0, 1), expected, rtol=2**-7, atol=0)
+
+
+def test_a_model_generates_with_them_what_it_does_with_plain_kernels(tmp_path: Path) -> None:
+    """Windows, sinks and graphs in one model: the kernels as the runner calls them."""
+    directory = save_model(tmp_path, CONFIGS["gpt_oss"]())
+    outputs = []
+    for candidate in (cast(Kernels, kernels), PlainKernels()):
+        driver, _ = device_driver(directory, RecordingDevice(), candidate, most=1)
+        driver.open(0, prompt(0, 9), greedy(logprobs=1))
+        driver.prefill(0)
+        driver.decode([0], 2)
+        outputs.append(driver.ids(0))
+        driver.finish()
+    assert outputs[0] == outputs[1]

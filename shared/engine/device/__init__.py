@@ -1,0 +1,1 @@
+"""Steps of transformers' layers on a device that has memory of its own."""

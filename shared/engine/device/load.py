@@ -1,0 +1,118 @@
+"""From a model directory to an engine whose steps run on a device."""
+
+import logging
+from pathlib import Path
+from typing import cast
+
+import torch
+from msgspec import Struct
+
+from shared.device.device import Device
+from shared.device.open import open_device
+from shared.engine.checks import inspect_model
+from shared.engine.comparison import difference, own_logits, require_equal, tolerance
+from shared.engine.device.forward import Kernels
+from shared.engine.device.runner import DeviceRunner
+from shared.engine.dtypes import LOADED_AS
+from shared.engine.engine import Engine
+from shared.engine.loading import end_token_ids, load_model, resolve_max_model_len
+from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
+from shared.engine.rope import pin_rope
+from shared.engine.weights import check_weights
+from shared.errors import BadConfig, ResourceMissing
+from shared.kv.arena import KvArena
+
+log = logging.getLogger(__name__)
+
+
+class DeviceRequest(Struct, frozen=True):
+    """``kv_bytes`` is the size of the pool, ``most`` the most sequences of one step."""
+
+    load: LoadRequest
+    threads: int
+    kv_bytes: int
+    most: int
+
+
+def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
+    """Open the device, load and check the model, take KV memory and record decode graphs.
+
+    Returns the engine, ready to step, and what other processes see of its KV: block count and
+    generations. The KV itself is the process's until it ends.
+
+    Raises:
+        BadConfig, ResourceMissing, UnsupportedModel: with one sentence what is wrong.
+    """
+    device = open_device(name)
+    device.set_threads(request.threads)
+    # Here and not above: triton is only there where a device is.
+    from shared.kernels.gpu import attention
+
+    kernels = cast(Kernels, attention)
+    prepared, runner = prepare_on(device, request.load, kernels, "Triton kernels")
+    engine = Engine(prepared, request.load.model_dir, request.threads)
+    layout = engine.layout
+    num_blocks = request.kv_bytes // layout.block_bytes - 1  # and a scratch block
+    if num_blocks < 2:
+        raise ResourceMissing(
+            f"`kv_memory` of {request.kv_bytes >> 20} MiB holds less than three blocks of "
+            f"{layout.block_bytes} bytes; give {name} more"
+        )
+    memory, book = device.kv_memory(layout, num_blocks)
+    engine.attach(memory)
+    longest = min(engine.max_model_len, num_blocks * layout.block_size)
+    sizes = runner.record(request.most, longest)
+    facts = device.facts()
+    log.info(
+        "%s (%s): %d KV blocks, decode graphs of %s, %d MiB free",
+        name,
+        facts.name,
+        num_blocks,
+        ", ".join(map(str, sizes)) or "no size",
+        facts.memory_free >> 20,
+    )
+    return engine, book
+
+
+def prepare_on(
+    device: Device, request: LoadRequest, kernels: Kernels, name: str
+) -> tuple[Prepared, DeviceRunner]:
+    """Load the model onto the device and run every check there.
+
+    Raises:
+        ResourceMissing: files are missing or truncated, or memory is too small.
+        UnsupportedModel: a check failed; the sentence says which.
+        BadConfig: ``max_model_len`` is more than the model has positions, or int8 weights.
+    """
+    if request.precision == "int8":
+        raise BadConfig("`precision: int8` is for CPUs; on a GPU use bf16, fp16 or fp32")
+    _require_memory(device, request)
+    with torch.device(device.place):
+        model = load_model(request.model_dir, request.precision)
+        limit = resolve_max_model_len(model, request.max_model_len)
+        with torch.inference_mode():
+            pin_rope(model, limit)
+            layout = inspect_model(model, request.kv_dtype, request.block_size)
+        expected = [logits.cpu() for logits in own_logits(model)]
+    embeddings = int(model.get_input_embeddings().weight.shape[0])
+    runner = DeviceRunner(model, layout, device, kernels, name)
+    error = difference(runner, layout, expected, embeddings)
+    require_equal(error, tolerance(request.precision, layout.dtype), type(model).__name__)
+    facts = ModelFacts(
+        layout=layout,
+        vocab_size=int(expected[0].shape[1]),
+        embeddings=embeddings,
+        max_model_len=limit,
+        eos_token_ids=end_token_ids(model),
+    )
+    return Prepared(facts, runner), runner
+
+
+def _require_memory(device: Device, request: LoadRequest) -> None:
+    weights = check_weights(Path(request.model_dir)) * LOADED_AS[request.precision].itemsize
+    facts = device.facts()
+    if weights > facts.memory_free:
+        raise ResourceMissing(
+            f"the weights need {weights >> 20} MiB and {device.place} ({facts.name}) has "
+            f"{facts.memory_free >> 20} of {facts.memory_total >> 20} MiB free"
+        )

@@ -1,0 +1,83 @@
+"""An engine through the device runner on the CPU: plain kernels, graphs that do the work again."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shared.config import kv_dtype_for
+from shared.device.cpu import CpuDevice
+from shared.device.device import Graph
+from shared.engine.device.forward import Kernels
+from shared.engine.device.load import prepare_on
+from shared.engine.device.runner import DeviceRunner
+from shared.engine.engine import Engine
+from shared.engine.prepared import LoadRequest
+from shared.kernels import fallback
+from shared.kernels.gpu.plan import Plan
+from shared.kernels.types import AttentionBatch
+from tests.unit.engine_models import BLOCK, Driver
+
+
+class Again:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._work()
+
+
+class RecordingDevice(CpuDevice):
+    """Keeps what it recorded in ``graphs``."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Again] = []
+
+    def record(self, work: Callable[[], None]) -> Graph | None:
+        self.graphs.append(Again(work))
+        return self.graphs[-1]
+
+
+class PlainKernels:
+    """The CPU's torch kernels where the GPU's would be."""
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        plan: Plan,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        batch = AttentionBatch(plan.tables.contiguous(), plan.query_start, plan.context)
+        return fallback.paged_attention(
+            q, pools, batch, scaling, window or 0, softcap or 0.0, sinks
+        )
+
+    def kv_write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        fallback.kv_write(k, v, k_pool, v_pool, slots.long())
+
+
+def device_driver(
+    directory: Path, device: RecordingDevice, kernels: Kernels, most: int
+) -> tuple[Driver, DeviceRunner]:
+    """Load a tiny model; graphs for up to ``most`` sequences, none for 0."""
+    request = LoadRequest(directory, "fp32", kv_dtype_for("fp32", None), BLOCK, None)
+    prepared, runner = prepare_on(device, request, kernels, "test kernels")
+    driver = Driver(Engine(prepared, directory, 1), num_blocks=96)
+    driver.reserve(driver.arena.num_blocks - 1)
+    if most:
+        runner.record(most, prepared.facts.max_model_len)
+    return driver, runner

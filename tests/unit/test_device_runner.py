@@ -1,0 +1,100 @@
+"""The device runner against transformers' own generation, with and without decode graphs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.device.load import prepare_on
+from shared.engine.prepared import LoadRequest
+from shared.errors import BadConfig
+from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
+from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
+
+FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4")
+LENGTHS = (5, 2 * BLOCK, 1)
+STEPS = 9
+
+
+def answers(directory: Path) -> list[list[int]]:
+    """Return what transformers generates."""
+    model = reference(directory)
+    found = []
+    for key, length in enumerate(LENGTHS):
+        ids = torch.tensor([prompt(key, length)])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=STEPS + 1,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        found.append(out[0, length:].tolist())
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_what_transformers_generates(tmp_path: Path, family: str) -> None:
+    """Chunks, decodes in graphs filled up with rows of nobody, a batch that shrinks."""
+    directory = save_model(tmp_path, CONFIGS[family]())
+    device = RecordingDevice()
+    driver, runner = device_driver(directory, device, PlainKernels(), most=4)
+    assert "test kernels" in runner.name
+    for key, length in enumerate(LENGTHS):
+        driver.open(key, prompt(key, length), greedy())
+        driver.prefill(key, chunk=3)
+    driver.decode(range(3), STEPS - 2)
+    driver.decode(range(2), 2)
+    driver.decode([2], 2)
+    expected = answers(directory)
+    assert [driver.ids(key) for key in range(3)] == expected
+    assert sum(graph.replays for graph in device.graphs) >= STEPS + 2
+    driver.finish()
+
+
+def test_graphs_change_nothing(tmp_path: Path) -> None:
+    """The same steps, launched eagerly and replayed: equal to the last bit."""
+    directory = save_model(tmp_path, CONFIGS["qwen3"]())
+    outputs = []
+    for most in (0, 4):
+        device = RecordingDevice()
+        driver, _ = device_driver(directory, device, PlainKernels(), most)
+        told: list[int] = []
+        for key in range(3):
+            driver.open(key, prompt(key, 6), greedy(logprobs=3))
+            driver.prefill(key)
+        for _ in range(5):
+            ends = [len(driver.tokens[key]) for key in range(3)]
+            parts = [driver.part(key, ends[key] - 1, ends[key], sample=key != 1) for key in (0, 2)]
+            driver.step(parts, told.append)
+        assert told == list(range(3)) * 5
+        assert bool(device.graphs) is (most > 0)
+        outputs.append([driver.output[key] for key in range(3)])
+        driver.finish()
+    assert outputs[0] == outputs[1]
+
+
+def test_layers_that_share_kv_share_a_copied_pool_as_well(tmp_path: Path) -> None:
+    """A check's pools are copied to the device: once per layer, a sharing layer would see zeros."""
+    directory = save_model(tmp_path, CONFIGS["gemma4"]())
+    request = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
+    device = RecordingDevice()
+    _, runner = prepare_on(device, request, PlainKernels(), "test kernels")
+    device.place = torch.device("meta")  # anywhere else than the pools are
+    pools = [torch.empty(2, BLOCK, 1, 8) for _ in range(2)]
+    shared = [pools[0], pools[1], pools[0], pools[1]]
+    runner.attach(shared, shared)
+    first, second, third, fourth = runner._pools
+    assert first.k is third.k
+    assert second.v is fourth.v
+    assert first.k is not second.k
+
+
+def test_int8_weights_are_refused(tmp_path: Path) -> None:
+    """Our int8 layers are the CPU's: on a device they would run on the wrong side, slowly."""
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    request = LoadRequest(directory, "int8", "bf16", BLOCK, None)
+    with pytest.raises(BadConfig, match="int8"):
+        prepare_on(RecordingDevice(), request, PlainKernels(), "test kernels")
