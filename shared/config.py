@@ -12,6 +12,7 @@ import msgspec
 import msgspec.inspect
 from msgspec import Meta, Struct
 
+from shared.device.names import DEVICE_PATTERN, device_problem
 from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
@@ -39,12 +40,13 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One role. ``threads``/``cores`` default to an even share of the machine's cores.
 
+    ``device``: ``cpu``, ``cuda`` or ``cuda:N``; all processes of the role share it.
     ``precision`` is that of the weights; ``kv_dtype`` that of keys and values: the same, or bf16
     under int8 weights, unless named.
     """
 
     count: NonNegative = 1
-    device: Literal["cpu"] = "cpu"
+    device: Annotated[str, Meta(pattern=DEVICE_PATTERN)] = "cpu"
     precision: Precision = "bf16"
     kv_dtype: KvDtype | None = None
     threads: Positive | None = None
@@ -366,7 +368,12 @@ def _check_roles(deployment: Deployment, source: str) -> None:
                 f"{source}: `workers.{role}` needs a section with count >= 1 "
                 f"for `deployment_type: {deployment.deployment_type}`"
             )
-        if section is not None and section.cores is not None:
+        if section is None:
+            continue
+        problem = device_problem(section.device, section.precision, split=split)
+        if problem is not None:
+            raise BadConfig(f"{source}: {problem} - at `$.workers.{role}.device`")
+        if section.cores is not None:
             lists = section.cores
             if len(lists) != section.count or not all(c and min(c) >= 0 for c in lists):
                 raise BadConfig(

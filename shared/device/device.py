@@ -1,18 +1,14 @@
-"""The interface of a device, and how a deployment names one."""
+"""The interface of a device."""
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from msgspec import Struct
 
-from shared.errors import BadConfig
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout
-
-DEVICE_PATTERN: Final = r"^(cpu|cuda(:[0-9]{1,2})?)$"
 
 
 class DeviceFacts(Struct, frozen=True, kw_only=True):
@@ -118,15 +114,3 @@ class Device(Protocol):
     def set_threads(self, threads: int) -> None:
         """Set the compute threads of this process."""
         ...
-
-
-def device_index(name: str) -> int | None:
-    """Return the number in ``cuda:1``, 0 for ``cuda``, None for ``cpu``.
-
-    Raises:
-        BadConfig: no device is called so.
-    """
-    if re.match(DEVICE_PATTERN, name, re.ASCII) is None:
-        raise BadConfig(f"`device` may be cpu, cuda or cuda:N, not {name!r}")
-    kind, _, number = name.partition(":")
-    return None if kind == "cpu" else int(number or 0)

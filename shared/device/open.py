@@ -5,7 +5,8 @@ from typing import Any, Final, Protocol
 from msgspec import Struct
 
 from shared.device.cpu import CpuDevice
-from shared.device.device import Device, device_index
+from shared.device.device import Device
+from shared.device.names import device_index
 from shared.errors import ResourceMissing
 
 _EXTRAS: Final = {12: "cuda12", 13: "cuda13"}

@@ -84,6 +84,8 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
 def load_engine(settings: WorkerSettings) -> tuple[Engine, KvArena]:
     """Load and check the model and take the KV memory."""
     model_dir = resolve_model(settings.model)
+    if settings.device != "cpu":
+        return _load_on_device(settings, model_dir)
     engine = Engine.load(
         model_dir,
         precision=settings.precision,
@@ -101,6 +103,22 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, KvArena]:
     arena = KvArena.create(engine.layout, num_blocks)
     engine.attach(arena)
     return engine, arena
+
+
+def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, KvArena]:
+    # Here and not above: they import transformers, and what a CPU worker need not have.
+    from shared.engine.device.load import DeviceRequest, start_on
+    from shared.engine.prepared import LoadRequest
+
+    load = LoadRequest(
+        model_dir,
+        settings.precision,
+        settings.kv_dtype,
+        settings.block_size,
+        settings.max_model_len,
+    )
+    request = DeviceRequest(load, settings.threads, settings.kv_memory, settings.max_sequences)
+    return start_on(settings.device, request)
 
 
 class WorkerService:

@@ -33,6 +33,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     worker: WorkerId
     role: Role
     model: str
+    device: str
     precision: Precision
     kv_dtype: KvDtype
     block_size: int
@@ -86,6 +87,7 @@ def worker_settings(
         worker=worker,
         role=role,
         model=deployment.model.path,
+        device=section.device,
         precision=section.precision,
         kv_dtype=kv_dtype_for(section.precision, section.kv_dtype),
         block_size=deployment.model.block_size,

@@ -152,6 +152,19 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             ["`workers.mixed.cores`", "2 workers"],
         ),
         (
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {device: gpu}}\n",
+            ["cpu|cuda", "`$.workers.mixed.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: split\nworkers: {prefill: {device: cuda}, decode: {}}\n",
+            ["does not move between processes yet", "colocated", "`$.workers.prefill.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\n"
+            "workers: {mixed: {device: 'cuda:1', precision: int8}}\n",
+            ["`precision: int8` is for CPUs", "`$.workers.mixed.device`"],
+        ),
+        (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {cores: [[-1]]}}\n",
             ["`workers.mixed.cores`"],
         ),

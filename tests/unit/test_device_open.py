@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from shared.device.cpu import CpuDevice
-from shared.device.device import device_index
+from shared.device.names import device_index
 from shared.device.open import Finding, TorchBuild, find_device, open_device
 from shared.errors import BadConfig, ResourceMissing
 from tests.unit.fake_cupy import FakeCupy, FakeRuntime
@@ -95,3 +96,10 @@ def test_names_of_devices() -> None:
         with pytest.raises(BadConfig, match="cpu, cuda or cuda:N"):
             device_index(name)
     assert isinstance(open_device("cpu"), CpuDevice)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+def test_a_worker_on_cuda_does_not_start_on_the_cpu_instead() -> None:
+    """Served ten times too slowly, and nobody told."""
+    with pytest.raises(ResourceMissing, match=r"`device: cuda:1` needs a CUDA build of torch"):
+        open_device("cuda:1")
