@@ -131,7 +131,9 @@ def test_jobs_at_once_are_one_load_on_the_link() -> None:
 def test_what_the_chunks_took_replaces_the_first_guess() -> None:
     rates = PairRates((INT8,))
     link_of(rates, 1e8, 1.0)
-    for _ in range(20):
+    rates.coded("int8", MB, MB // 2, encode=0.02, decode=0.001)
+    assert rates.choose(MB) == "int8", "one chunk had to wait"
+    for _ in range(100):
         rates.coded("int8", MB, MB // 2, encode=1.0, decode=0.001)
     rates.coded("int8", MB, MB // 2, encode=0.0, decode=0.001)  # an older peer tells nothing
     assert rates.choose(MB) == "none", "the source encodes 1 MB/s"

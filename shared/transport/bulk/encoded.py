@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from shared.errors import NumericalError, TransferFailed
 from shared.kv.arena import KvArena
 from shared.kv.codecs.codec import Codec
@@ -20,7 +22,10 @@ def known_codec(name: str) -> CodecName | None:
 
 
 class EncodedChunks:
-    """Encodes chunks out of one pool and decodes chunks into it. Not for two threads at once.
+    """Encodes chunks out of one pool and decodes chunks into it, for one thread.
+
+    That thread computes alone from its first chunk on: a team of torch's threads would wait for
+    cores that the engine has.
 
     A chunk that the codec refuses (NaN, Inf) or cannot make smaller travels as it is, as a frame
     of the codec ``none``: whoever asked for a codec gets exact bytes instead, never an error.
@@ -29,6 +34,7 @@ class EncodedChunks:
     def __init__(self, arena: KvArena) -> None:
         self._arena = arena
         self._codecs: dict[CodecName, Codec] = {}
+        self._alone = False
 
     def encode(
         self, codec: CodecName, chunk: PlannedChunk, blocks: Sequence[int], tokens: int
@@ -84,6 +90,11 @@ class EncodedChunks:
         self, chunk: PlannedChunk, blocks: Sequence[int], tokens: int
     ) -> tuple[Sequence[int], int, int]:
         """Return the blocks, tokens and layer of a chunk."""
+        if not self._alone:
+            # Holds for this thread, and for those that have not computed anything yet: the
+            # engine's has.
+            self._alone = True
+            torch.set_num_threads(1)
         segment, size = chunk.segments[0], self._arena.layout.block_size
         count = min(tokens, segment.end * size) - segment.first * size
         return blocks[segment.first : segment.end], count, segment.layer

@@ -15,6 +15,7 @@ links: both are there for who names them."""
 
 _SAMPLE: Final = 256 << 10
 _PLAIN_EVERY: Final = 16
+_CHUNK_WEIGHT: Final = 1 / 16
 
 
 class _Busy(Struct):
@@ -27,7 +28,7 @@ class _Busy(Struct):
 
 
 class PairRates:
-    """The rates of one pair, from its own traffic; newer samples weigh half.
+    """The rates of one pair, from its own traffic.
 
     The link's rate is that of unencoded bytes while at least one job is open, so that an encoder
     is never taken for the link; every 16th job travels plain to measure it anew.
@@ -68,9 +69,9 @@ class PairRates:
             return
         self._figures[codec] = msgspec.structs.replace(
             known,
-            ratio=(known.ratio + raw / wire) / 2,
-            encode_rate=(known.encode_rate + raw / encode) / 2,
-            decode_rate=(known.decode_rate + raw / decode) / 2,
+            ratio=_mean(known.ratio, raw / wire),
+            encode_rate=_mean(known.encode_rate, raw / encode),
+            decode_rate=_mean(known.decode_rate, raw / decode),
         )
 
     def over(self, now: float) -> None:
@@ -80,6 +81,11 @@ class PairRates:
         seconds = now - busy.begun
         if busy.spoilt or busy.wire < _SAMPLE or seconds <= 0:
             return
-        rate = busy.wire / seconds
+        rate = busy.wire / seconds  # of a job or more: newer ones weigh half
         self.link_rate = rate if self.link_rate is None else (self.link_rate + rate) / 2
         busy.begun, busy.wire = now, 0
+
+
+def _mean(known: float, new: float) -> float:
+    """Return the rate at which a chunk takes the mean time: one that had to wait weighs little."""
+    return 1 / ((1 - _CHUNK_WEIGHT) / known + _CHUNK_WEIGHT / new)
