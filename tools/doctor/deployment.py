@@ -30,6 +30,10 @@ def check_memory(deployment: Deployment, parameters: int) -> str:
         count = sum(r == role for _, r in worker_ids(deployment))
         if section is None or not count:
             continue
+        if section.device != "cpu":  # weights and KV are in the GPU's memory
+            needed += count * _WORKER_BASE
+            parts.append(f"{count} x {role} on {section.device}: {_mib(_WORKER_BASE)}")
+            continue
         weights = parameters * _BYTES[section.precision]
         each = weights + section.kv_memory + _WORKER_BASE
         needed += count * each

@@ -8,6 +8,7 @@ from rich.table import Table
 from shared.config import Deployment, load_deployment
 from shared.errors import DiptychError
 from tools.doctor.deployment import check_machine_for, check_memory
+from tools.doctor.devices import check_devices
 from tools.doctor.finding import Finding, attempt, fail, ok
 from tools.doctor.machine import check_machine
 from tools.doctor.model import inspect_model
@@ -24,7 +25,8 @@ def examine(config: Path) -> list[Finding]:
     try:
         deployment = load_deployment(config)
     except DiptychError as error:
-        return [*findings, fail("config", error.message)]
+        return [*findings, *check_devices(None), fail("config", error.message)]
+    findings += check_devices(deployment)
     findings.append(ok("config", f"{config}: {deployment.name}, {deployment.deployment_type}"))
     findings += _model(deployment)
     findings += check_peers(deployment)
