@@ -81,6 +81,7 @@ class NixlEnd:
             metadata = self._agent.get_agent_metadata()
         self.descriptor = NixlDescriptor(agent=name, metadata=metadata, address=arena.address)
         self._abandoned: list[tuple[object, Staging]] = []
+        log.warning("KV is offered by NIXL, which neither encrypts nor checks keys")
 
     @property
     def staging(self) -> NDArray[np.uint8]:
