@@ -36,6 +36,7 @@ bench: $(READY)
 soak: $(READY)
 	$(BIN)/python -m tests.unit.bulk_soak
 	$(BIN)/python -m tests.transport.connection_soak
+	$(BIN)/python -m tests.faults.request_soak
 
 gpu-test: $(READY)
 	@$(BIN)/python -m tools.gpu_test

@@ -3,6 +3,7 @@
 Guards scenarios 19, 21, 22, 23, 27, 28, 38.
 """
 
+import asyncio
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from diptych import Client
 from tests.system.asking import GREEDY, answers, assert_golden, submit
 from tests.system.conftest import GoldenCase
+from tests.system.crowd import crowd, settled
 from tests.system.fleet import Fleet, deployment
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -81,6 +83,22 @@ def test_an_http_client_that_hangs_up_stops_the_work_in_every_process(
         status = fleet.wait_idle(client)
         assert status["counters"]["cancelled"] >= before + 2
         assert time.monotonic() - start < 30, "900 tokens would have taken longer"
+
+
+def test_a_crowd_of_which_a_third_leaves_holds_nothing_afterwards(fleet: Fleet) -> None:
+    """Descriptors, threads or blocks that stay with every tenth request end a server in a day."""
+    with Client(fleet.client_endpoint) as client:
+        asyncio.run(crowd(fleet, 40, 1, words=20))
+        before = settled(fleet, client, {})
+        ends = asyncio.run(crowd(fleet, 80, 2, words=20))
+        assert set(ends) <= {"200", "left"} and ends["200"], ends
+        after = settled(fleet, client, {name: held.files for name, held in before.items()})
+        for name, held in after.items():
+            assert held.files <= before[name].files, name
+            assert held.threads <= before[name].threads, name
+        for worker in fleet.wait_idle(client)["workers"]:
+            load = worker["load"]
+            assert load["blocks_free"] + load["blocks_cached"] == load["blocks_total"]
 
 
 def test_a_bad_request_leaves_nothing_allocated(fleet: Fleet) -> None:
