@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from shared.engine.step import PackedStep
 from shared.kernels.gpu.plan import Int32, Plan, Work
+from shared.kernels.types import AttentionBatch
 
 
 class StepShape(Struct, frozen=True):
@@ -59,8 +60,10 @@ def graph_shape(bucket: int, columns: int) -> StepShape:
     return StepShape(rows=bucket, sequences=bucket, decodes=bucket, tiles=0, columns=columns)
 
 
-def tensors(flat: torch.Tensor, shape: StepShape, longest: int) -> StepTensors:
-    """Return the parts of a buffer, no copy; ``longest`` bounds the contexts of decodes."""
+def tensors(
+    flat: torch.Tensor, shape: StepShape, longest: int, host: AttentionBatch | None = None
+) -> StepTensors:
+    """Return the parts of a buffer, no copy; ``longest`` and ``host`` as in ``Plan``."""
     counts = [
         *(shape.rows,) * 3,
         shape.sequences,
@@ -78,6 +81,7 @@ def tensors(flat: torch.Tensor, shape: StepShape, longest: int) -> StepTensors:
         decodes=decodes,
         tiles=tiles.view(shape.tiles, 2),
         longest=longest,
+        host=host,
     )
     return StepTensors(token_ids[None], positions[None], slots, plan)
 

@@ -1,5 +1,6 @@
 """From a model directory to an engine whose steps run on a device."""
 
+import importlib
 import logging
 from pathlib import Path
 from typing import cast
@@ -45,11 +46,7 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
     """
     device = open_device(name)
     device.set_threads(request.threads)
-    # Here and not above: triton is only there where a device is.
-    from shared.kernels.gpu import attention
-
-    kernels = cast(Kernels, attention)
-    prepared, runner = prepare_on(device, request.load, kernels, "Triton kernels")
+    prepared, runner = prepare_on(device, request.load, *choose_kernels(device.place))
     engine = Engine(prepared, request.load.model_dir, request.threads)
     layout = engine.layout
     num_blocks = request.kv_bytes // layout.block_bytes - 1  # and a scratch block
@@ -72,6 +69,19 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
         facts.memory_free >> 20,
     )
     return engine, book
+
+
+def choose_kernels(place: torch.device) -> tuple[Kernels, str]:
+    """Return the attention to use and its name: FlashInfer's for prompts where it is installed."""
+    # Here and not above: triton is only there where a device is.
+    from shared.kernels.gpu import attention
+    from shared.kernels.gpu.flashinfer_kernels import FlashInferKernels
+
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except ImportError:
+        return cast(Kernels, attention), "Triton attention"
+    return FlashInferKernels(flashinfer, attention, place), "FlashInfer and Triton attention"
 
 
 def prepare_on(

@@ -88,9 +88,8 @@ class DeviceRunner:
         self._uploaded = self._device.event()
         announcer = None if on_layer is None else Announcer(on_layer, self._device.event)
         written = None if announcer is None else announcer.written
-        logits = self._forward(
-            tensors(self._flat, shape, work.longest), written, keep.to(self._device.place)
-        )
+        there = tensors(self._flat, shape, work.longest, step.batch)
+        logits = self._forward(there, written, keep.to(self._device.place))
         if announcer is not None:
             announcer.finish()
         return self._device.download(logits).float()

@@ -26,7 +26,8 @@ class Work(Struct, frozen=True):
 
 class Plan(Struct, frozen=True):
     """A batch on the device. ``tables`` [sequences, columns] may have any strides; the other
-    tensors are int32 and contiguous. ``longest`` bounds the contexts of ``decodes``.
+    tensors are int32 and contiguous. ``longest`` bounds the contexts of ``decodes``. ``host`` is
+    the batch in ordinary memory; None in a graph, which serves many batches.
     """
 
     tables: torch.Tensor
@@ -35,6 +36,7 @@ class Plan(Struct, frozen=True):
     decodes: torch.Tensor
     tiles: torch.Tensor
     longest: int
+    host: AttentionBatch | None = None
 
 
 def work_of(batch: AttentionBatch, blocks: int, block_size: int) -> Work:
@@ -73,4 +75,5 @@ def plan_of(batch: AttentionBatch, blocks: int, block_size: int) -> Plan:
         torch.from_numpy(work.decodes),
         torch.from_numpy(work.tiles),
         work.longest,
+        batch,
     )
