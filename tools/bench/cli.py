@@ -169,18 +169,42 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     out: ReportOption = None
 
 
+class OwnOptions(EngineOptions, frozen=True, kw_only=True):
+    """Of ``bench engine``."""
+
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
+
+
 @bench_app.command("engine")
-@with_options(EngineOptions)
-def bench_engine(options: EngineOptions) -> int:
+@with_options(OwnOptions)
+def bench_engine(options: OwnOptions) -> int:
     """Measure decode steps, prefill, memory and load time of the engine alone, no server.
 
-    Example: `diptych bench engine --precision bf16,fp32 --batch 1,16 --context 200`
+    On a GPU: steps of random bf16 weights beside what its memory and multipliers can do.
+
+    Examples:
+
+    `diptych bench engine --precision bf16,fp32 --batch 1,16 --context 200`
+
+    `diptych bench engine --device cuda --model random-8b --batch 1,32 --prefill 2048`
     """
     from tools.bench.engine import command
 
-    chosen = command.precisions(options.precision or command.all_but_fp32())
     out = options.out or command.default_output("engine")
     console = Console(stderr=options.as_json)
+    if options.device != "cpu":
+        from tools.bench.engine.figures import parse_numbers
+        from tools.bench.engine.on_device import bench_on_device
+        from tools.bench.engine.roofline import Work
+
+        work = Work(
+            batches=parse_numbers("--batch", options.batch),
+            context=parse_numbers("--context", options.context)[0],
+            prompts=parse_numbers("--prefill", options.prefill),
+            steps=options.steps,
+        )
+        return bench_on_device(options.device, options.model, work, out, options.as_json, console)
+    chosen = command.precisions(options.precision or command.all_but_fp32())
     return command.bench_engine(_engine_plan(options), chosen, out, options.as_json, console)
 
 

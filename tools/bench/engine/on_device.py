@@ -1,0 +1,62 @@
+"""``diptych bench engine --device cuda``: table and JSON of ``roofline``."""
+
+import json
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from shared.device.open import open_device
+from shared.engine.device.load import choose_kernels
+from shared.errors import BadConfig
+from tools.bench.engine.roofline import SHAPES, Line, Roof, Work, measure, measure_roof
+
+
+def bench_on_device(
+    name: str, model: str, work: Work, out: Path, as_json: bool, console: Console
+) -> int:
+    """Measure a model of random weights on a device. Returns the exit code.
+
+    Raises:
+        BadConfig: ``model`` is none of the random ones.
+        ResourceMissing: the device, its libraries or memory are missing.
+    """
+    shape = SHAPES.get(model)
+    if shape is None:
+        raise BadConfig(f"--device {name} measures random weights: --model {' or '.join(SHAPES)}")
+    device = open_device(name)
+    kernels, attention = choose_kernels(device.place)
+    facts = device.facts()
+    roof = measure_roof(device)
+    lines = measure(device, kernels, shape, work, roof)
+    report = {
+        "device": msgspec.to_builtins(facts),
+        "attention": attention,
+        "model": model,
+        "roof": msgspec.to_builtins(roof),
+        "lines": msgspec.to_builtins(lines),
+    }
+    place = out.with_name(out.name + ".json")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    console.print(table_of(f"{model} on {facts.name}, {attention}", roof, lines))
+    console.print(str(place), soft_wrap=True, highlight=False)
+    if as_json:
+        print(place.read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def table_of(title: str, roof: Roof, lines: list[Line]) -> Table:
+    """Return the figures for people."""
+    table = Table(title=title)
+    for column in ("step", "ms", "of what the device can do"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    rates = {
+        "copy": f"{roof.copy / 1e12:.2f} TB/s copied",
+        "multiply": f"{roof.multiply / 1e12:.0f} TFLOP/s",
+    }
+    for line in lines:
+        share = f"{100 * line.fraction:.0f} % of {rates[line.bound]}"
+        table.add_row(line.label, f"{line.milliseconds:.2f}", share)
+    return table
