@@ -51,7 +51,10 @@ class ChatText:
         """Return the next events: the role first, then text, then the finish reason."""
         if self._greeted[choice.index] and self._style.logprobs is None and choice.end is None:
             text = choice.take_text()
-            return self._template(choice.index).fill(text) if text else b""
+            if not text:
+                return b""
+            template = self._templates.get(choice.index) or self._template(choice.index)
+            return template.fill(text)
         piece = choice.take()
         out = b""
         if not self._greeted[choice.index]:
@@ -105,11 +108,9 @@ class ChatText:
         )
 
     def _template(self, index: int) -> ChunkTemplate:
-        known = self._templates.get(index)
-        if known is None:
-            part = ChatChunkChoice(index, ChatDelta(content=MARK))
-            known = self._templates[index] = ChunkTemplate(self._chunk_of(part))
-        return known
+        part = ChatChunkChoice(index, ChatDelta(content=MARK))
+        template = self._templates[index] = ChunkTemplate(self._chunk_of(part))
+        return template
 
     def _event(self, part: ChatChunkChoice) -> bytes:
         return b"data: " + self._encode(self._chunk_of(part)) + b"\n\n"

@@ -44,7 +44,10 @@ class CompletionText:
         """Return the next event of a choice, empty when there is nothing to show."""
         if self._text_only and choice.end is None:
             text = choice.take_text()
-            return self._template(choice.index).fill(text) if text else b""
+            if not text:
+                return b""
+            template = self._templates.get(choice.index) or self._template(choice.index)
+            return template.fill(text)
         unscored = self._waits_for_prompt(choice)
         if unscored and choice.end is None:
             return b""
@@ -64,11 +67,9 @@ class CompletionText:
         return self._encode(self._answer([self._part(choice) for choice in self._call.choices]))
 
     def _template(self, index: int) -> ChunkTemplate:
-        known = self._templates.get(index)
-        if known is None:
-            known = ChunkTemplate(self._event(CompletionChoice(index, MARK)))
-            self._templates[index] = known
-        return known
+        template = ChunkTemplate(self._event(CompletionChoice(index, MARK)))
+        self._templates[index] = template
+        return template
 
     def _event(self, part: CompletionChoice) -> Completion:
         return Completion(

@@ -124,7 +124,8 @@ class EventStream(Response):
         """Send what is no end; False while the client reads too slowly."""
         if not writer.writable():
             return False
-        body = b"".join([self._renderer.chunk(choice) for choice in changed])
+        chunk = self._renderer.chunk
+        body = b"".join(map(chunk, changed)) if len(changed) > 1 else chunk(changed[0])
         if body:
             writer.write(body)
         return True
