@@ -171,6 +171,7 @@ def test_stop_string_across_tokens_ends_the_work(run_async: RunAsync) -> None:
             assert whole["choices"][0]["finish_reason"] == "stop"
             assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
             assert whole["usage"]["completion_tokens"] < 20
+            await r.router.until(lambda router: bool(router.cancelled))
             assert len(r.router.cancelled) == 1
             chunks = await r.stream("completions", **fields)
             assert "".join(c["choices"][0]["text"] for c in chunks) == "The quick brown "
