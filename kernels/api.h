@@ -14,7 +14,7 @@
 namespace diptych {
 
 enum class Store : int { F32 = 0, BF16 = 1, F16 = 2 };  // element type of a tensor in memory
-enum class Kind : int { F32 = 0, BF16 = 1, I8 = 2 };    // arithmetic of a linear layer
+enum class Kind : int { F32 = 0, BF16 = 1, I8 = 2, I8A16 = 3 };  // arithmetic of a linear layer
 
 inline long store_bytes(Store s) { return s == Store::F32 ? 4 : 2; }
 
@@ -42,33 +42,51 @@ void run_crew(int threads, CrewBody body, void* context);
 
 // Columns are packed in blocks of 32. One step of a block holds, for each of its 32 columns,
 // the 4 bytes of weights of consecutive inputs (1 fp32, 2 bf16 or 4 int8): 128 bytes. A block
-// is `steps` steps; blocks follow one another. int8 weights are stored as value + 128 (u8).
+// is `steps` steps; blocks follow one another.
+//
+// int8 has one scale per column and group of 32 inputs, the last group filled up with zeros.
+// Weights are stored as value + 128 (u8), and a block is, for each group, its 8 steps and then
+// the fp16 scales of the 32 columns.
 constexpr long kBlockCols = 32;
 constexpr long kStepBytes = kBlockCols * 4;
+constexpr long kGroup = 32;
+constexpr long kGroupSteps = kGroup / 4;
+constexpr long kGroupBytes = kGroupSteps * kStepBytes + kBlockCols * 2;
 
+inline bool is_int8(Kind k) { return k == Kind::I8 || k == Kind::I8A16; }
 inline long step_inputs(Kind k) { return k == Kind::F32 ? 1 : k == Kind::BF16 ? 2 : 4; }
+inline long groups_of(long inputs) { return (inputs + kGroup - 1) / kGroup; }
 inline long steps_of(Kind k, long inputs) {
-  return (inputs + step_inputs(k) - 1) / step_inputs(k);
+  return is_int8(k) ? groups_of(inputs) * kGroupSteps
+                    : (inputs + step_inputs(k) - 1) / step_inputs(k);
 }
-// Bytes of one activation row in the arithmetic of `k`: steps of 4 bytes, rounded up to 64.
-inline long row_bytes(Kind k, long inputs) { return (steps_of(k, inputs) * 4 + 63) / 64 * 64; }
+inline long block_bytes(Kind k, long inputs) {
+  return is_int8(k) ? groups_of(inputs) * kGroupBytes : steps_of(k, inputs) * kStepBytes;
+}
 inline long blocks_of(long outputs) { return (outputs + kBlockCols - 1) / kBlockCols; }
+
+// Activations of int8 are quantised symmetrically per row and group, I8 to 8 bits, I8A16 to 16
+// bits = 256 * (a plane of int8) + (a plane of int8). A row is its planes, then per group an
+// fp32 scale, then per group an int32 offset: -128 * (sum of the group's values).
+inline long planes_of(Kind k) { return k == Kind::I8A16 ? 2 : 1; }
+// Bytes of one activation row in the arithmetic of `k`, a multiple of 64; padding is zero.
+inline long row_bytes(Kind k, long inputs) {
+  long bytes = is_int8(k) ? groups_of(inputs) * (planes_of(k) * kGroup + 8)
+                          : steps_of(k, inputs) * 4;
+  return (bytes + 63) / 64 * 64;
+}
 
 struct Linear {
   Kind kind;
   long outputs, inputs;
-  const uint8_t* packed;  // [blocks][steps][32][4 bytes]
-  const float* scale;     // int8: [blocks * 32] weight scale per output; else null
+  const uint8_t* packed;  // [blocks][block_bytes(kind, inputs)]
   const float* bias;      // [blocks * 32] or null
 };
 
-// Activations ready for a linear of kind `kind`: int8 symmetric per row, bf16 or fp32.
-// `scale` and `sum` (sum of the row's int8 values) only for int8. Padding is zero.
+// Activations ready for a linear of kind `kind`.
 struct Rows {
   Kind kind;
   uint8_t* data;  // [rows][row_bytes(kind, inputs)]
-  float* scale;
-  float* sum;
 };
 
 // What happens to a tile of results.

@@ -51,9 +51,7 @@ struct StackRun {
     attention = c.scratch + sizes.attention;
   }
   Rows rows_for(Kind kind) const {
-    return Rows{kind, reinterpret_cast<uint8_t*>(call.scratch + sizes.rows),
-                reinterpret_cast<float*>(call.scratch + sizes.row_scale),
-                reinterpret_cast<float*>(call.scratch + sizes.row_sum)};
+    return Rows{kind, reinterpret_cast<uint8_t*>(call.scratch + sizes.rows)};
   }
 };
 
@@ -101,13 +99,18 @@ inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights&
   const StackShape& s = call.shape;
   long tokens = call.batch.tokens, width = (s.heads + 2 * s.kv_heads) * s.head_dim;
   long q_width = s.heads * s.head_dim;
-  Rows rows = run.rows_for(w.qkv.kind);
+  // Prepare the input of `linear` and multiply.
+  auto project = [&](const Linear& linear, const Matrix& in, long count, const Norm* norm,
+                     const Output& out) {
+    Rows rows = run.rows_for(linear.kind);
+    run_prepare(crew, in, count, linear.inputs, norm, rows);
+    run_linear(crew, linear, rows, count, out);
+  };
   for (long first = 0; first < tokens; first += kChunkRows) {
     long count = min_of(kChunkRows, tokens - first);
     Matrix x{Store::F32, call.x + first * s.hidden, s.hidden};
-    run_prepare(crew, x, count, s.hidden, &w.attention_norm, rows);
-    run_linear(crew, w.qkv, rows, count,
-               Output{Finish::Write, Store::F32, run.qkv, width, width});
+    project(w.qkv, x, count, &w.attention_norm,
+            Output{Finish::Write, Store::F32, run.qkv, width, width});
     each_row(crew, count,
              [&](long row) { place_row(run, w, pool, first + row, run.qkv + row * width); });
   }
@@ -119,13 +122,10 @@ inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights&
     float* x = call.x + first * s.hidden;
     Output residual{Finish::Add, Store::F32, x, s.hidden, s.hidden};
     Matrix attended{Store::F32, run.attended + first * q_width, q_width};
-    run_prepare(crew, attended, count, q_width, nullptr, rows);
-    run_linear(crew, w.o, rows, count, residual);
-    run_prepare(crew, Matrix{Store::F32, x, s.hidden}, count, s.hidden, &w.mlp_norm, rows);
-    run_linear(crew, w.gate_up, rows, count,
-               Output{Finish::Gate, Store::F32, run.inner, s.inter, s.inter});
-    run_prepare(crew, Matrix{Store::F32, run.inner, s.inter}, count, s.inter, nullptr, rows);
-    run_linear(crew, w.down, rows, count, residual);
+    project(w.o, attended, count, nullptr, residual);
+    project(w.gate_up, Matrix{Store::F32, x, s.hidden}, count, &w.mlp_norm,
+            Output{Finish::Gate, Store::F32, run.inner, s.inter, s.inter});
+    project(w.down, Matrix{Store::F32, run.inner, s.inter}, count, nullptr, residual);
   }
 }
 
@@ -136,10 +136,7 @@ inline void run_stack(const Crew& crew, const StackCall& call) {
 }
 
 inline void run_head(const Crew& crew, const HeadCall& call) {
-  HeadSizes sizes = head_sizes(call);
-  Rows rows{call.linear.kind, reinterpret_cast<uint8_t*>(call.scratch + sizes.rows),
-            reinterpret_cast<float*>(call.scratch + sizes.row_scale),
-            reinterpret_cast<float*>(call.scratch + sizes.row_sum)};
+  Rows rows{call.linear.kind, reinterpret_cast<uint8_t*>(call.scratch)};
   each_row(crew, call.count, [&](long row) {
     const char* x = reinterpret_cast<const char*>(call.x + call.rows[row] * call.hidden);
     prepare_row<MemF32>(x, call.hidden, &call.norm, rows, row);

@@ -8,7 +8,7 @@ namespace diptych {
 constexpr long kChunkRows = 512;
 
 struct StackSizes {  // offsets in bytes
-  long qkv, inner, q, attended, rows, row_scale, row_sum, attention, total;
+  long qkv, inner, q, attended, rows, attention, total;
 };
 
 static inline long largest_partials(const StackCall& call) {
@@ -35,9 +35,8 @@ static inline StackSizes stack_sizes(const StackCall& call, int threads) {
   z.inner = take(chunk * s.inter * 4);
   z.q = take(tokens * q_width * 4);
   z.attended = take(tokens * q_width * 4);
-  z.rows = take(chunk * row_bytes(Kind::F32, widest));
-  z.row_scale = take(chunk * 4);
-  z.row_sum = take(chunk * 4);
+  long row = row_bytes(Kind::F32, widest), small = row_bytes(Kind::I8A16, widest);
+  z.rows = take(chunk * (row > small ? row : small));  // for any kind
   AttentionSizes a = attention_sizes(call.pools[0], s.heads);
   z.attention = take(threads * a.thread_bytes +
                      largest_partials(call) * s.heads * a.partial_stride * 4);
@@ -45,16 +44,8 @@ static inline StackSizes stack_sizes(const StackCall& call, int threads) {
   return z;
 }
 
-struct HeadSizes {
-  long rows, row_scale, row_sum, total;
-};
-
-static inline HeadSizes head_sizes(const HeadCall& call) {
-  HeadSizes z = {};
-  z.row_scale = round_up(call.count * row_bytes(call.linear.kind, call.hidden), 64);
-  z.row_sum = z.row_scale + round_up(call.count * 4, 64);
-  z.total = z.row_sum + round_up(call.count * 4, 64);
-  return z;
+static inline long head_bytes(const HeadCall& call) {
+  return call.count * row_bytes(call.linear.kind, call.hidden);
 }
 
 }  // namespace diptych

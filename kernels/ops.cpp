@@ -1,6 +1,5 @@
 // Stand-alone operators in the namespace `diptych`, usable by any model.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -87,46 +86,34 @@ void kv_write(const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_pool
 void kv_write_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                    const at::Tensor&) {}
 
-// Weight [outputs, inputs] fp32 -> packed uint8 [bytes] and scale fp32 [blocks * 32].
-std::tuple<at::Tensor, at::Tensor> pack_linear(const at::Tensor& weight, int64_t kind,
-                                               const std::optional<at::Tensor>& up) {
+// Weight [outputs, inputs] fp32 -> packed uint8 [bytes].
+at::Tensor pack_linear(const at::Tensor& weight, int64_t kind, const std::optional<at::Tensor>& up) {
   TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kFloat && weight.is_contiguous(),
               "diptych: weight must be contiguous fp32 [outputs, inputs]");
   int64_t outputs = weight.size(0), inputs = weight.size(1);
   const float* second = floats(up, weight.numel(), "up");
   int64_t total = second ? 2 * outputs : outputs;
   at::Tensor packed = weight_bytes(packed_bytes(kind_of(kind), total, inputs));
-  at::Tensor scale = at::zeros({blocks_of(total) * kBlockCols}, weight.options());
   pack_weights(kind_of(kind), weight.const_data_ptr<float>(), second, outputs, inputs,
-               packed.data_ptr<uint8_t>(), scale.data_ptr<float>());
-  return {packed, scale};
+               packed.data_ptr<uint8_t>());
+  return packed;
 }
 
-at::Tensor linear_meta(const at::Tensor& x, const at::Tensor&, const at::Tensor&,
-                       const std::optional<at::Tensor>&, int64_t, int64_t outputs, bool gated) {
+at::Tensor linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
+                       int64_t, int64_t outputs, bool gated) {
   return at::empty({x.size(0), gated ? outputs / 2 : outputs}, x.options());
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed,
                   const std::optional<at::Tensor>& bias, int64_t kind_number, int64_t outputs,
                   bool gated) {
   Matrix in = matrix_of(x);
   Kind kind = kind_of(kind_number);
-  long inputs = x.size(1), count = x.size(0), padded = blocks_of(outputs) * kBlockCols;
-  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.numel() == packed_bytes(kind, outputs, inputs),
-              "diptych: packed weights do not fit ", inputs, " inputs and ", outputs, " outputs");
-  Linear layer{kind,
-               long(outputs),
-               inputs,
-               packed.const_data_ptr<uint8_t>(),
-               floats(scale, padded, "scale"),
-               floats(bias, padded, "bias")};
-  at::Tensor out = linear_meta(x, packed, scale, bias, kind_number, outputs, gated);
-  long bytes = row_bytes(kind, inputs), row_data = (count * bytes + 63) / 64 * 64;
-  char* memory = scratch().at_least(size_t(row_data + count * 8));
-  float* row_scale = reinterpret_cast<float*>(memory + row_data);
-  Rows rows{kind, reinterpret_cast<uint8_t*>(memory), row_scale, row_scale + count};
+  long inputs = x.size(1), count = x.size(0);
+  Linear layer = linear_of(kind, packed, bias, outputs, inputs);
+  at::Tensor out = linear_meta(x, packed, bias, kind_number, outputs, gated);
+  char* memory = scratch().at_least(size_t(count * row_bytes(kind, inputs)));
+  Rows rows{kind, reinterpret_cast<uint8_t*>(memory)};
   Output output{gated ? Finish::Gate : Finish::Write, store_of(out), out.data_ptr(),
                 long(out.size(1)), long(out.size(1))};
   run([&](const Crew& crew) {
@@ -204,10 +191,10 @@ TORCH_LIBRARY(diptych, m) {
       "Tensor");
   m.def(
       "kv_write(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots) -> ()");
-  m.def("pack_linear(Tensor weight, int kind, Tensor? up=None) -> (Tensor, Tensor)");
+  m.def("pack_linear(Tensor weight, int kind, Tensor? up=None) -> Tensor");
   m.def(
-      "linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int kind, int outputs, "
-      "bool gated=False) -> Tensor");
+      "linear(Tensor x, Tensor packed, Tensor? bias, int kind, int outputs, bool gated=False) -> "
+      "Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
   m.def("rotary_table(Tensor positions, Tensor frequencies, float factor) -> (Tensor, Tensor)");

@@ -23,9 +23,9 @@ const char* batch_problem(const Batch& batch, long num_blocks, long block_size);
 
 // Bytes of packed weights, and packing one row-major fp32 matrix [outputs][inputs] into them.
 long packed_bytes(Kind kind, long outputs, long inputs);
-// `scale` [blocks * 32] is written for int8 only. `gate`/`up` interleaving: where `up` is given,
-// `weight` is the gate and block b holds columns 16b … 16b + 15 of both.
+// `gate`/`up` interleaving: where `up` is given, `weight` is the gate and block b holds columns
+// 16b … 16b + 15 of both.
 void pack_weights(Kind kind, const float* weight, const float* up, long outputs, long inputs,
-                  uint8_t* packed, float* scale);
+                  uint8_t* packed);
 
 }  // namespace diptych

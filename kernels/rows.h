@@ -38,47 +38,82 @@ struct Scaled {  // reads a row, normed where a weight is given
   }
 };
 
-// Quantise one row to int8: scale = largest magnitude / 127. A NaN or infinity anywhere makes
-// the row's scale NaN, and so its results, without touching other rows.
-template <class M>
-DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scaled, int8_t* out,
-                                 long out_bytes, float* out_scale, float* out_sum) {
-  VF largest = {}, poison = {};
-  for (long i = 0; i < width; i += kLanes) {
-    VF x = scaled.get<M>(in, i, width);
-    largest = larger(absolute(x), largest);
-    poison += x * 0.0f;
-  }
-  float scale = max_lanes(largest) / 127.0f;
-  float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  if (!(inverse < 3e38f)) inverse = 0.0f;  // only subnormal values: they round to zero
-  VI sum = {};
-  for (long i = 0; i < width; i += kLanes) {
-    VF x = scaled.get<M>(in, i, width) * inverse;
-    VI q = (VI)(x + 12582912.0f) - 0x4b400000;  // rounds to nearest even
-    q = q > 127 ? VI{} + 127 : q;
-    q = q < -127 ? VI{} - 127 : q;
-    sum += q;
-    long left = min_of(kLanes, out_bytes - i);
+// kLanes integers as int8.
+DIPTYCH_INLINE void store_bytes_of(VI q, char* out) {
 #if defined(__AVX512F__)
-    __m128i bytes = _mm512_cvtepi32_epi8((__m512i)q);
-    if (left == kLanes) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bytes);
-      continue;
-    }
-    alignas(16) int8_t lanes[16];
-    _mm_store_si128(reinterpret_cast<__m128i*>(lanes), bytes);
-    memcpy(out + i, lanes, size_t(left));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8((__m512i)q));
 #else
-    for (long j = 0; j < left; ++j) out[i + j] = int8_t(q[j]);
+  for (int i = 0; i < kLanes; ++i) out[i] = char(int8_t(q[i]));
 #endif
-  }
-  long written = (width + kLanes - 1) / kLanes * kLanes;
-  if (written < out_bytes) memset(out + written, 0, size_t(out_bytes - written));
+}
+
+DIPTYCH_INLINE uint32_t max_integers(VU x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)x);
+#else
+  uint32_t most = 0;
+  for (int i = 0; i < kLanes; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
+DIPTYCH_INLINE int32_t sum_integers(VI x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
   int32_t total = 0;
-  for (int i = 0; i < kLanes; ++i) total += sum[i];
-  *out_scale = scale + sum_lanes(poison);
-  *out_sum = float(total);
+  for (int i = 0; i < kLanes; ++i) total += x[i];
+  return total;
+#endif
+}
+
+// Quantise one row to int8 planes, group by group: scale = largest magnitude / largest integer.
+// A NaN or infinity makes its group's scale NaN, and so the row's results, without touching
+// other rows.
+template <class M, int kPlanes>
+DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scaled, char* out) {
+  constexpr int kVecs = int(kGroup) / kLanes;
+  constexpr int kMost = kPlanes == 2 ? 127 * 256 : 127;
+  long groups = groups_of(width);
+  char* scales = out + groups * kPlanes * kGroup;
+  char* offsets = scales + groups * 4;
+  for (long g = 0; g < groups; ++g) {
+    VF x[kVecs];
+    VU largest = {};  // as integers, magnitudes keep their order, and NaN is above infinity
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      long i = g * kGroup + v * kLanes;
+      x[v] = i < width ? scaled.get<M>(in, i, width) : VF{};
+      VU size = (VU)absolute(x[v]);
+      largest = size > largest ? size : largest;
+    }
+    uint32_t most = max_integers(largest);
+    float scale;
+    memcpy(&scale, &most, 4);
+    scale /= float(kMost);
+    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    if (!(inverse < 3e38f)) inverse = 0.0f;  // only subnormal values: they round to zero
+    VI sum = {};
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      VI q = (VI)(x[v] * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
+      q = q > kMost ? VI{} + kMost : q;
+      q = q < -kMost ? VI{} - kMost : q;
+      sum += q;
+      char* to = out + g * kGroup + v * kLanes;
+      if constexpr (kPlanes == 2) {
+        VI high = (q + 128) >> 8;
+        store_bytes_of(high, to);
+        store_bytes_of(q - (high << 8), to + groups * kGroup);
+      } else {
+        store_bytes_of(q, to);
+      }
+    }
+    if (most >= 0x7f800000u) scale = __builtin_nanf("");
+    int32_t offset = -128 * sum_integers(sum);
+    memcpy(scales + g * 4, &scale, 4);
+    memcpy(offsets + g * 4, &offset, 4);
+  }
 }
 
 template <class M>
@@ -88,10 +123,8 @@ DIPTYCH_INLINE void prepare_row(const char* in, long width, const Norm* norm, co
   if (norm) scaled = Scaled{norm->weight, norm_factor<M>(in, width, norm->eps)};
   long bytes = row_bytes(out.kind, width);
   char* p = reinterpret_cast<char*>(out.data) + row * bytes;
-  if (out.kind == Kind::I8) {
-    return quantise_row<M>(in, width, scaled, reinterpret_cast<int8_t*>(p), bytes, out.scale + row,
-                           out.sum + row);
-  }
+  if (out.kind == Kind::I8) return quantise_row<M, 1>(in, width, scaled, p);
+  if (out.kind == Kind::I8A16) return quantise_row<M, 2>(in, width, scaled, p);
   long size = out.kind == Kind::F32 ? 4 : 2;
   memset(p + bytes - 64, 0, 64);  // the padding lies in the last 64 bytes
   for (long i = 0; i < width; i += kLanes) {

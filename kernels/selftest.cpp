@@ -61,14 +61,13 @@ void test_linear(const Kernels& k, Kind kind, long rows, long outputs, long inpu
   fill(w), fill(up), fill(x);
   long total = gated ? 2 * outputs : outputs, blocks = blocks_of(total);
   Exact<uint8_t> packed(packed_bytes(kind, total, inputs));
-  Exact<float> scale(blocks * 32), bias(blocks * 32);
-  memset(scale.data, 0, size_t(blocks) * 128);
+  Exact<float> bias(blocks * 32);
   fill(bias);
-  pack_weights(kind, w.data, gated ? up.data : nullptr, outputs, inputs, packed.data, scale.data);
+  pack_weights(kind, w.data, gated ? up.data : nullptr, outputs, inputs, packed.data);
   Exact<uint8_t> data(rows * row_bytes(kind, inputs));
-  Exact<float> row_scale(rows), row_sum(rows), y(rows * outputs);
-  Rows prepared{kind, data.data, row_scale.data, row_sum.data};
-  Linear linear{kind, total, inputs, packed.data, scale.data, gated ? nullptr : bias.data};
+  Exact<float> y(rows * outputs);
+  Rows prepared{kind, data.data};
+  Linear linear{kind, total, inputs, packed.data, gated ? nullptr : bias.data};
   Output out{gated ? Finish::Gate : Finish::Write, Store::F32, y.data, outputs, outputs};
   crew([&](const Crew& c) {
     k.prepare(c, Matrix{Store::F32, x.data, inputs}, rows, inputs, nullptr, prepared);
@@ -168,19 +167,15 @@ void test_stack(const Kernels& k, Kind kind, Store store) {
   long outputs[4] = {width, shape.hidden, 2 * shape.inter, shape.hidden};
   long inputs[4] = {shape.hidden, shape.heads * shape.head_dim, shape.hidden, shape.inter};
   std::vector<std::vector<uint8_t>> packed;
-  std::vector<std::vector<float>> scales;
   Linear linears[4];
   for (int i = 0; i < 4; ++i) {
     Exact<float> w(outputs[i] * inputs[i]);
     fill(w);
     packed.emplace_back(size_t(packed_bytes(kind, outputs[i], inputs[i])));
-    scales.emplace_back(size_t(blocks_of(outputs[i]) * 32));
-    pack_weights(kind, w.data, nullptr, outputs[i], inputs[i], packed.back().data(),
-                 scales.back().data());
+    pack_weights(kind, w.data, nullptr, outputs[i], inputs[i], packed.back().data());
   }
   for (int i = 0; i < 4; ++i)
-    linears[i] = Linear{kind, outputs[i], inputs[i], packed[size_t(i)].data(),
-                        scales[size_t(i)].data(), nullptr};
+    linears[i] = Linear{kind, outputs[i], inputs[i], packed[size_t(i)].data(), nullptr};
   Exact<float> norm(shape.hidden), head_norm(shape.head_dim);
   fill(norm), fill(head_norm);
   LayerWeights layer{Norm{norm.data, 1e-5f}, Norm{norm.data, 1e-5f}, linears[0], linears[1],
@@ -225,7 +220,7 @@ void test_stack(const Kernels& k, Kind kind, Store store) {
 }
 
 void test_tier(const Kernels& k) {
-  for (Kind kind : {Kind::F32, Kind::BF16, Kind::I8}) {
+  for (Kind kind : {Kind::F32, Kind::BF16, Kind::I8, Kind::I8A16}) {
     for (long rows : {1L, 3L, 14L, 15L, 29L})
       test_linear(k, kind, rows, 70, 37, false);
     test_linear(k, kind, 2, 1, 1, false);
@@ -239,6 +234,7 @@ void test_tier(const Kernels& k) {
   test_stack(k, Kind::F32, Store::F32);
   test_stack(k, Kind::BF16, Store::BF16);
   test_stack(k, Kind::I8, Store::F16);
+  test_stack(k, Kind::I8A16, Store::BF16);
 }
 
 }  // namespace

@@ -24,23 +24,21 @@ struct LlamaStack : torch::CustomClassHolder {
                 "diptych: heads must be a multiple of KV heads, rotary even and <= head_dim");
   }
 
-  // packed, scale and bias of qkv, o, gate_up, down; norms: attention, mlp, q or none, k or none
-  void add_layer(std::vector<at::Tensor> packed, std::vector<at::Tensor> scales,
-                 std::vector<std::optional<at::Tensor>> biases,
-                 std::vector<std::optional<at::Tensor>> norms, int64_t kind_number, double eps,
-                 int64_t window) {
-    TORCH_CHECK(packed.size() == 4 && scales.size() == 4 && biases.size() == 4 && norms.size() == 4,
-                "diptych: four weights, scales, biases and norms expected");
+  // weights, biases and kinds of qkv, o, gate_up, down; norms: attention, mlp, q or none, k or none
+  void add_layer(std::vector<at::Tensor> packed, std::vector<std::optional<at::Tensor>> biases,
+                 std::vector<int64_t> kinds, std::vector<std::optional<at::Tensor>> norms,
+                 double eps, int64_t window) {
+    TORCH_CHECK(packed.size() == 4 && biases.size() == 4 && kinds.size() == 4 && norms.size() == 4,
+                "diptych: four weights, biases, kinds and norms expected");
     TORCH_CHECK(norms[0] && norms[1], "diptych: a layer needs both of its norms");
     TORCH_CHECK(window >= 0, "diptych: window must be >= 0");
-    Kind kind = kind_of(kind_number);
     const StackShape& s = shape_;
     long q_width = s.heads * s.head_dim;
     long outputs[4] = {q_width + 2 * s.kv_heads * s.head_dim, s.hidden, 2 * s.inter, s.hidden};
     long inputs[4] = {s.hidden, q_width, s.hidden, s.inter};
     Linear linears[4];
     for (int i = 0; i < 4; ++i)
-      linears[i] = linear_of(packed[i], scales[i], biases[i], kind, outputs[i], inputs[i]);
+      linears[i] = keep(packed[i], biases[i], kind_of(kinds[i]), outputs[i], inputs[i]);
     float e = float(eps);
     layers_.push_back(LayerWeights{Norm{floats(norms[0], s.hidden, "norm"), e},
                                    Norm{floats(norms[1], s.hidden, "norm"), e}, linears[0],
@@ -51,10 +49,10 @@ struct LlamaStack : torch::CustomClassHolder {
       if (norm) kept_.push_back(*norm);
   }
 
-  void set_head(at::Tensor norm, double eps, at::Tensor packed, at::Tensor scale,
-                std::optional<at::Tensor> bias, int64_t kind, int64_t outputs) {
+  void set_head(at::Tensor norm, double eps, at::Tensor packed, std::optional<at::Tensor> bias,
+                int64_t kind, int64_t outputs) {
     head_norm_ = Norm{floats(norm, shape_.hidden, "norm"), float(eps)};
-    head_ = linear_of(packed, scale, bias, kind_of(kind), outputs, shape_.hidden);
+    head_ = keep(packed, bias, kind_of(kind), outputs, shape_.hidden);
     kept_.push_back(norm);
   }
 
@@ -114,28 +112,18 @@ struct LlamaStack : torch::CustomClassHolder {
     at::Tensor out = at::empty({rows.numel(), head_.outputs}, x.options());
     HeadCall call{x.const_data_ptr<float>(), shape_.hidden, row, long(rows.numel()), head_norm_,
                   head_, out.data_ptr<float>(), nullptr};
-    call.scratch = scratch_.at_least(size_t(head_sizes(call).total));
+    call.scratch = scratch_.at_least(size_t(head_bytes(call)));
     diptych::run([&](const Crew& crew) { active_kernels().head(crew, call); });
     return out;
   }
 
  private:
-  Linear linear_of(const at::Tensor& packed, const at::Tensor& scale,
-                   const std::optional<at::Tensor>& bias, Kind kind, long outputs, long inputs) {
-    TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                    packed.numel() == packed_bytes(kind, outputs, inputs),
-                "diptych: packed weights do not fit ", inputs, " inputs and ", outputs,
-                " outputs");
-    long padded = blocks_of(outputs) * kBlockCols;
+  Linear keep(const at::Tensor& packed, const std::optional<at::Tensor>& bias, Kind kind,
+              long outputs, long inputs) {
+    Linear linear = linear_of(kind, packed, bias, outputs, inputs);
     kept_.push_back(packed);
-    kept_.push_back(scale);
     if (bias) kept_.push_back(*bias);
-    return Linear{kind,
-                  outputs,
-                  inputs,
-                  packed.const_data_ptr<uint8_t>(),
-                  floats(scale, padded, "scale"),
-                  floats(bias, padded, "bias")};
+    return linear;
   }
 
   void check_x(const at::Tensor& x) const {

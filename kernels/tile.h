@@ -53,7 +53,6 @@ struct DotBF16 {
 };
 
 struct DotI8 {  // inputs int8, weights uint8
-  static constexpr Kind kKind = Kind::I8;
   typedef VI Acc;
 #if defined(__AVX512VNNI__)
   typedef VU In;
@@ -111,7 +110,7 @@ constexpr int kTileRows = 1;
 #endif
 
 // out[row][0 … 31] (+)= a[row] * block. `lda` in bytes; `out` rows are `ldo` 4-byte elements
-// apart. With `fade` the old value counts, multiplied by fade[row] (fp32 results only).
+// apart. With `fade` the old value counts, multiplied by fade[row].
 // With kAhead, memory of the block's size at `ahead` is asked for meanwhile.
 template <class D, int R, bool kAhead>
 DIPTYCH_INLINE void tile(const char* a, long lda, const char* block, long steps, char* out,
@@ -124,9 +123,7 @@ DIPTYCH_INLINE void tile(const char* a, long lda, const char* block, long steps,
 #pragma GCC unroll 16
     for (int v = 0; v < kBlockVecs; ++v) {
       acc[r][v] = Acc{};
-      if constexpr (D::kKind != Kind::I8) {
-        if (fade) acc[r][v] = load(out + (r * ldo + v * kLanes) * 4) * fade[r];
-      }
+      if (fade) acc[r][v] = load(out + (r * ldo + v * kLanes) * 4) * fade[r];
     }
   for (long s = 0; s < steps; ++s) {
     if constexpr (kAhead) {
@@ -150,34 +147,46 @@ DIPTYCH_INLINE void tile(const char* a, long lda, const char* block, long steps,
       *reinterpret_cast<Acc_any*>(out + (r * ldo + v * kLanes) * 4) = acc[r][v];
 }
 
-// The tile of a height known only at run time, 1 … kTileRows.
+template <int R>
+struct Height {
+  static constexpr int value = R;
+};
+
+// f with a height known only at run time, 1 … kTileRows.
+template <class F>
+DIPTYCH_INLINE void with_height(int height, F&& f) {
+#define DIPTYCH_HEIGHT(R) \
+  case R:                 \
+    return f(Height<R>{});
+  switch (height) {
+    DIPTYCH_HEIGHT(1)
+#if defined(__AVX2__)
+    DIPTYCH_HEIGHT(2)
+    DIPTYCH_HEIGHT(3)
+#endif
+#if defined(__AVX512F__)
+    DIPTYCH_HEIGHT(4)
+    DIPTYCH_HEIGHT(5)
+    DIPTYCH_HEIGHT(6)
+    DIPTYCH_HEIGHT(7)
+    DIPTYCH_HEIGHT(8)
+    DIPTYCH_HEIGHT(9)
+    DIPTYCH_HEIGHT(10)
+    DIPTYCH_HEIGHT(11)
+    DIPTYCH_HEIGHT(12)
+    DIPTYCH_HEIGHT(13)
+    DIPTYCH_HEIGHT(14)
+#endif
+  }
+#undef DIPTYCH_HEIGHT
+}
+
 template <class D, bool kAhead = false>
 inline void tile_of(int height, const char* a, long lda, const char* block, long steps, char* out,
                     long ldo, const float* fade, const char* ahead = nullptr) {
-#define DIPTYCH_TILE(R) \
-  case R:               \
-    return tile<D, R, kAhead>(a, lda, block, steps, out, ldo, fade, ahead);
-  switch (height) {
-    DIPTYCH_TILE(1)
-#if defined(__AVX2__)
-    DIPTYCH_TILE(2)
-    DIPTYCH_TILE(3)
-#endif
-#if defined(__AVX512F__)
-    DIPTYCH_TILE(4)
-    DIPTYCH_TILE(5)
-    DIPTYCH_TILE(6)
-    DIPTYCH_TILE(7)
-    DIPTYCH_TILE(8)
-    DIPTYCH_TILE(9)
-    DIPTYCH_TILE(10)
-    DIPTYCH_TILE(11)
-    DIPTYCH_TILE(12)
-    DIPTYCH_TILE(13)
-    DIPTYCH_TILE(14)
-#endif
-  }
-#undef DIPTYCH_TILE
+  with_height(height, [&](auto rows) {
+    tile<D, decltype(rows)::value, kAhead>(a, lda, block, steps, out, ldo, fade, ahead);
+  });
 }
 
 }  // namespace DIPTYCH_TIER

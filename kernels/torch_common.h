@@ -28,7 +28,7 @@ inline Store store_of(const at::Tensor& t) {
 }
 
 inline Kind kind_of(int64_t kind) {
-  TORCH_CHECK(kind >= 0 && kind <= 2, "diptych: unknown kind of linear layer ", kind);
+  TORCH_CHECK(kind >= 0 && kind <= 3, "diptych: unknown kind of linear layer ", kind);
   return Kind(kind);
 }
 
@@ -37,6 +37,15 @@ inline const float* floats(const std::optional<at::Tensor>& t, int64_t count, co
   TORCH_CHECK(t->scalar_type() == at::kFloat && t->is_contiguous() && t->numel() == count,
               "diptych: ", what, " must be ", count, " contiguous fp32 values");
   return t->const_data_ptr<float>();
+}
+
+inline Linear linear_of(Kind kind, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                        long outputs, long inputs) {
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+                  packed.numel() == packed_bytes(kind, outputs, inputs),
+              "diptych: packed weights do not fit ", inputs, " inputs and ", outputs, " outputs");
+  return Linear{kind, outputs, inputs, packed.const_data_ptr<uint8_t>(),
+                floats(bias, blocks_of(outputs) * kBlockCols, "bias")};
 }
 
 // Rows of a matrix whose elements are adjacent inside a row.

@@ -6,7 +6,7 @@ Same arguments and results as the native operators, except that weights are not 
 import torch
 from torch.nn import functional
 
-from shared.kernels.types import AttentionBatch, LinearKind
+from shared.kernels.types import GROUP, AttentionBatch, LinearKind
 
 _ROWS_AT_ONCE = 256
 """Query rows whose scores are held at a time."""
@@ -80,33 +80,40 @@ def kv_write(
     v_pool.flatten(0, 1).index_copy_(0, slots, v.to(v_pool.dtype))
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 rows and their fp32 scales [rows, 1]; a row with NaN or Inf gets scale NaN."""
-    x = x.float()
-    largest = x.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
-    inverse = torch.where(largest > 0, 127 / largest, 0.0)
-    return (x * inverse).round().clamp(-127, 127).nan_to_num().to(torch.int8), scale
+def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.Tensor:
+    """Return fp32 values of x [rows, inputs] after rounding to integers up to ``largest``.
+
+    Each group of ``GROUP`` inputs has its own scale, rounded to ``scale_dtype``. A NaN or
+    infinity makes its whole group NaN.
+    """
+    rows, inputs = x.shape
+    groups = functional.pad(x.float(), (0, -inputs % GROUP)).view(rows, -1, GROUP)
+    most = groups.abs().amax(dim=-1, keepdim=True)
+    scale = (most / largest).clamp(max=torch.finfo(scale_dtype).max).to(scale_dtype).float()
+    if scale_dtype == torch.float16:  # a coarse subnormal: cut nothing off
+        scale = torch.where(scale * (largest + 0.5) < most, scale + 2**-24, scale)
+    scale = torch.where(most.isfinite(), scale, torch.nan)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    inverse = torch.where(inverse.isinf(), 0.0, inverse)
+    whole = (groups * inverse).round().clamp(-largest, largest) * scale
+    return whole.view(rows, -1)[:, :inputs]
+
+
+def weights_of(weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:
+    """Return fp32 or bf16 weights as ``linear`` takes them: int8 ones with their scales on."""
+    wide = weight.detach().float()
+    if kind in ("int8", "int8a16"):
+        return quantised(wide, 127, torch.float16)
+    return wide.to(torch.bfloat16 if kind == "bf16" else torch.float32)
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: LinearKind,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind
 ) -> torch.Tensor:
-    """Multiply x [rows, inputs] with weight [outputs, inputs]; fp32 [rows, outputs]."""
-    if kind == "int8":
-        assert scale is not None
-        rows, row_scale = quantise_rows(x)
-        if rows.shape[1] == 1:  # torch 2.13's _int_mm returns zeros for one input
-            y = rows.float() * weight.float().t()
-        else:
-            y = torch._int_mm(rows, weight.t()).float()
-        y = y * (row_scale * scale)
-    else:
-        y = functional.linear(x.to(weight.dtype), weight).float()
+    """Multiply x [rows, inputs] with what ``weights_of`` made; fp32 [rows, outputs]."""
+    if kind in ("int8", "int8a16"):
+        x = quantised(x, 127 if kind == "int8" else 127 * 256, torch.float32)
+    y = functional.linear(x.to(weight.dtype), weight).float()
     return y if bias is None else y + bias
 
 

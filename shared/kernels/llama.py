@@ -6,7 +6,7 @@ use one ``LinearKind``; keys and values go to the KV pool in the pool's dtype.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,11 +19,16 @@ from shared.kernels.llama_parts import (
     StackShape,
     layer_parts,
     projection,
+    stack_kinds,
 )
 from shared.kernels.llama_torch import TorchStack
 from shared.kernels.load import native
 from shared.kernels.ops import rotary_table
+from shared.kernels.smoothing import Smoother
 from shared.kernels.types import AttentionBatch, LinearKind
+
+SMOOTHED_KINDS: Final[frozenset[LinearKind]] = frozenset({"int8"})
+"""Kinds whose activations are rounded coarsely enough to need ``Smoother``."""
 
 
 class LlamaStack:
@@ -36,7 +41,9 @@ class LlamaStack:
         self.num_layers = 0
         self.frequencies = frequencies.detach().float().contiguous()
         self.factor = factor
-        self._backend: StackBackend = (NativeStack if native() else TorchStack)(shape, kind)
+        self._backend: StackBackend = (NativeStack if native() else TorchStack)(
+            shape, stack_kinds(kind)
+        )
 
     @classmethod
     def of_model(cls, model: Any, kind: LinearKind) -> "LlamaStack | None":  # noqa: ANN401
@@ -58,8 +65,13 @@ class LlamaStack:
             eps=float(config.rms_norm_eps),
         )
         stack = cls(shape, rotary.inv_freq, float(rotary.attention_scaling), kind)
+        smooth = None
+        if kind in SMOOTHED_KINDS:
+            frequencies = (stack.frequencies, stack.factor)
+            smooth = Smoother(shape, model.get_input_embeddings(), config.vocab_size, frequencies)
         for layer in layers:
-            stack.add(layer_parts(layer))
+            parts = layer_parts(layer)
+            stack.add(parts if smooth is None else smooth(parts))
         stack.set_head(model.model.norm.weight, projection(model.lm_head))
         return stack
 

@@ -4,22 +4,22 @@ from typing import Any
 
 import torch
 
-from shared.kernels.llama_parts import LayerParts, Projection, StackShape
+from shared.kernels.llama_parts import LayerParts, Projection, StackKinds, StackShape
 from shared.kernels.load import operators
 from shared.kernels.ops import pack, padded
 from shared.kernels.types import BLOCK_COLUMNS, KIND_NUMBERS, AttentionBatch, LinearKind
 
 _HALF = BLOCK_COLUMNS // 2
 
-Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Packed = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class NativeStack:
     """See ``StackBackend``."""
 
-    def __init__(self, shape: StackShape, kind: LinearKind) -> None:
+    def __init__(self, shape: StackShape, kinds: StackKinds) -> None:
         self._shape = shape
-        self._kind = kind
+        self._kinds = kinds
         self._native: Any = torch.classes.diptych.LlamaStack(
             [shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.inter, shape.rotary],
             shape.scaling,
@@ -27,33 +27,33 @@ class NativeStack:
 
     def add(self, parts: LayerParts) -> None:
         """Pack one layer: q, k and v as one weight, gate and up interleaved by 16 columns."""
+        kinds = self._kinds
         linears: list[Packed] = [
-            _pack(_joined(parts.q, parts.k, parts.v), self._kind),
-            _pack(parts.o, self._kind),
-            _pack_gated(parts.gate, parts.up, self._kind),
-            _pack(parts.down, self._kind),
+            _pack(_joined(parts.q, parts.k, parts.v), kinds.qkv),
+            _pack(parts.o, kinds.o),
+            _pack_gated(parts.gate, parts.up, kinds.gate_up),
+            _pack(parts.down, kinds.down),
         ]
+        numbers = [KIND_NUMBERS[k] for k in (kinds.qkv, kinds.o, kinds.gate_up, kinds.down)]
         norms = [parts.attention_norm, parts.mlp_norm, parts.q_norm, parts.k_norm]
         self._native.add_layer(
-            [packed for packed, _, _ in linears],
-            [scale for _, scale, _ in linears],
-            [bias for _, _, bias in linears],
+            [packed for packed, _ in linears],
+            [bias for _, bias in linears],
+            numbers,
             [None if norm is None else norm.detach().float().contiguous() for norm in norms],
-            KIND_NUMBERS[self._kind],
             self._shape.eps,
             parts.window or 0,
         )
 
     def set_head(self, norm: torch.Tensor, head: Projection) -> None:
         """Pack the head."""
-        packed, scale, bias = _pack(head, self._kind)
+        packed, bias = _pack(head, self._kinds.head)
         self._native.set_head(
             norm.detach().float().contiguous(),
             self._shape.eps,
             packed,
-            scale,
             bias,
-            KIND_NUMBERS[self._kind],
+            KIND_NUMBERS[self._kinds.head],
             head.weight.shape[0],
         )
 
@@ -104,10 +104,10 @@ def _bias(linear: Projection) -> torch.Tensor:
 
 def _pack_gated(gate: Projection, up: Projection, kind: LinearKind) -> Packed:
     first, second = (p.weight.detach().float().contiguous() for p in (gate, up))
-    packed, scale = operators().pack_linear(first, KIND_NUMBERS[kind], second)
+    packed: torch.Tensor = operators().pack_linear(first, KIND_NUMBERS[kind], second)
     if gate.bias is None and up.bias is None:
-        return packed, scale, None
-    bias = torch.zeros(scale.numel() // BLOCK_COLUMNS, 2, _HALF)
+        return packed, None
+    bias = torch.zeros(-(-len(first) // _HALF), 2, _HALF)
     for i, part in enumerate((gate, up)):
         bias[:, i] = padded(_bias(part).detach().float())[: bias[:, i].numel()].view(-1, _HALF)
-    return packed, scale, bias.view(-1)
+    return packed, bias.view(-1)

@@ -5,7 +5,7 @@ from typing import Any, Final, Protocol
 import torch
 from msgspec import Struct
 
-from shared.kernels.types import AttentionBatch
+from shared.kernels.types import AttentionBatch, LinearKind
 
 FUSED_LAYERS: Final = frozenset(
     {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -47,6 +47,24 @@ class LayerParts(Struct, frozen=True, kw_only=True):
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     window: int | None = None
+
+
+class StackKinds(Struct, frozen=True):
+    """Arithmetic of each projection; q, k and v, and gate and up, share theirs."""
+
+    qkv: LinearKind
+    o: LinearKind
+    gate_up: LinearKind
+    down: LinearKind
+    head: LinearKind
+
+
+def stack_kinds(kind: LinearKind) -> StackKinds:
+    """Return the kinds of a stack asked for as ``kind``.
+
+    An error of the head moves the logits directly: in int8, its inputs get 16 bits.
+    """
+    return StackKinds(kind, kind, kind, kind, "int8a16" if kind == "int8" else kind)
 
 
 class StackBackend(Protocol):

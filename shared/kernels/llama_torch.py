@@ -3,31 +3,25 @@
 import torch
 
 from shared.kernels import fallback
-from shared.kernels.llama_parts import LayerParts, Projection, StackShape
+from shared.kernels.llama_parts import LayerParts, Projection, StackKinds, StackShape
 from shared.kernels.types import AttentionBatch, LinearKind
 
 
 class _Linear:
     def __init__(self, linear: Projection, kind: LinearKind) -> None:
-        weight = linear.weight.detach().float()
         self._kind: LinearKind = kind
-        self._scale: torch.Tensor | None = None
+        self._weight = fallback.weights_of(linear.weight, kind)
         self._bias = None if linear.bias is None else linear.bias.detach().float()
-        if kind == "int8":
-            self._weight, scale = fallback.quantise_rows(weight)
-            self._scale = scale[:, 0]
-        else:
-            self._weight = weight.to(torch.bfloat16 if kind == "bf16" else torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return fallback.linear(x, self._weight, self._scale, self._bias, self._kind)
+        return fallback.linear(x, self._weight, self._bias, self._kind)
 
 
 class _Layer:
-    def __init__(self, parts: LayerParts, kind: LinearKind) -> None:
-        self.q, self.k, self.v = (_Linear(p, kind) for p in (parts.q, parts.k, parts.v))
-        self.o, self.down = _Linear(parts.o, kind), _Linear(parts.down, kind)
-        self.gate, self.up = _Linear(parts.gate, kind), _Linear(parts.up, kind)
+    def __init__(self, parts: LayerParts, kinds: StackKinds) -> None:
+        self.q, self.k, self.v = (_Linear(p, kinds.qkv) for p in (parts.q, parts.k, parts.v))
+        self.o, self.down = _Linear(parts.o, kinds.o), _Linear(parts.down, kinds.down)
+        self.gate, self.up = (_Linear(p, kinds.gate_up) for p in (parts.gate, parts.up))
         self.attention_norm = parts.attention_norm.detach().float()
         self.mlp_norm = parts.mlp_norm.detach().float()
         self.q_norm = None if parts.q_norm is None else parts.q_norm.detach().float()
@@ -38,20 +32,20 @@ class _Layer:
 class TorchStack:
     """See ``StackBackend``."""
 
-    def __init__(self, shape: StackShape, kind: LinearKind) -> None:
+    def __init__(self, shape: StackShape, kinds: StackKinds) -> None:
         self._shape = shape
-        self._kind = kind
+        self._kinds = kinds
         self._layers: list[_Layer] = []
         self._pools: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._head: tuple[torch.Tensor, _Linear] | None = None
 
     def add(self, parts: LayerParts) -> None:
         """Copy one layer's weights."""
-        self._layers.append(_Layer(parts, self._kind))
+        self._layers.append(_Layer(parts, self._kinds))
 
     def set_head(self, norm: torch.Tensor, head: Projection) -> None:
         """Copy the head."""
-        self._head = (norm.detach().float(), _Linear(head, self._kind))
+        self._head = (norm.detach().float(), _Linear(head, self._kinds.head))
 
     def attach(self, k: list[torch.Tensor], v: list[torch.Tensor]) -> None:
         """Use these pools."""

@@ -85,7 +85,7 @@ def rotary_table(
 class PackedLinear:
     """A linear layer in one of the kinds' arithmetic; weights are copied, not kept.
 
-    int8: one scale per output, activations quantised per row, so that a row's result does not
+    int8 (see ``LinearKind``): activations are quantised per row, so that a row's result does not
     depend on its neighbours. bf16: activations rounded to bf16, sums in fp32.
 
     Args:
@@ -97,32 +97,27 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> None:
         self.kind = kind
         self.outputs, self.inputs = weight.shape
-        self.packed, self.scale, self.bias = pack(weight, bias, kind)
+        self.packed, self.bias = pack(weight, bias, kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, outputs] in the dtype of x [rows, inputs]."""
         if not native():
-            return fallback.linear(x, self.packed, self.scale, self.bias, self.kind).to(x.dtype)
+            return fallback.linear(x, self.packed, self.bias, self.kind).to(x.dtype)
         number = KIND_NUMBERS[self.kind]
-        out: torch.Tensor = operators().linear(
-            x, self.packed, self.scale, self.bias, number, self.outputs
-        )
+        out: torch.Tensor = operators().linear(x, self.packed, self.bias, number, self.outputs)
         return out
 
 
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return weights, scales and bias as the operators in use take them."""
-    wide = weight.detach().float().contiguous()
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weights and bias as the operators in use take them."""
     bias = None if bias is None else bias.detach().float()
-    if native():
-        packed, scale = operators().pack_linear(wide, KIND_NUMBERS[kind])
-        return packed, scale, None if bias is None else padded(bias)
-    if kind == "int8":
-        rows, row_scale = fallback.quantise_rows(wide)
-        return rows, row_scale[:, 0].contiguous(), bias
-    return wide.to(torch.bfloat16 if kind == "bf16" else torch.float32), torch.empty(0), bias
+    if not native():
+        return fallback.weights_of(weight, kind), bias
+    wide = weight.detach().float().contiguous()
+    packed: torch.Tensor = operators().pack_linear(wide, KIND_NUMBERS[kind])
+    return packed, None if bias is None else padded(bias)
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,16 @@ from typing import Final, Literal
 import torch
 from msgspec import Struct
 
-LinearKind = Literal["fp32", "bf16", "int8"]
+LinearKind = Literal["fp32", "bf16", "int8", "int8a16"]
+"""Arithmetic of a linear layer. ``int8``: weights and inputs in groups of ``GROUP`` inputs, each
+with a scale of its own, per output and per row. ``int8a16``: the same weights, inputs in 16 bits.
+"""
 
-KIND_NUMBERS: Final[dict[LinearKind, int]] = {"fp32": 0, "bf16": 1, "int8": 2}
+KIND_NUMBERS: Final[dict[LinearKind, int]] = {"fp32": 0, "bf16": 1, "int8": 2, "int8a16": 3}
 BLOCK_COLUMNS: Final = 32
-"""Columns of one packed block; scales and biases are padded to it."""
+"""Columns of one packed block; biases are padded to it."""
+GROUP: Final = 32
+"""Inputs that share a scale."""
 
 
 class AttentionBatch(Struct, frozen=True):

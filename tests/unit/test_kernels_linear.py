@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from shared.kernels.ops import PackedLinear, rms_norm, rotary_table, silu_mul
-from shared.kernels.types import LinearKind
+from shared.kernels.types import GROUP, LinearKind
 from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
 
 __all__ = ["kernels"]
 
 pytestmark = pytest.mark.timeout(400)  # the first use compiles
 
-KINDS: tuple[LinearKind, ...] = ("fp32", "bf16", "int8")
-TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3, "int8": 2e-2}
+KINDS: tuple[LinearKind, ...] = ("fp32", "bf16", "int8", "int8a16")
+INT8: tuple[LinearKind, ...] = ("int8", "int8a16")
+TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3, "int8": 8e-3, "int8a16": 6e-3}
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -26,9 +27,11 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _bound(x: torch.Tensor, weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:
     """Return how far rounding of inputs and weights can move each result."""
-    if kind == "int8":  # half a step of each, steps being largest / 127
-        largest = x.abs().amax(1, keepdim=True) * weight.abs().amax(1)
-        return largest * x.shape[1] * (1 / 127 + 1 / 254**2)
+    if kind in INT8:  # half a step of each, steps being the group's largest / 127 (or / 32,512)
+        half, finer = 1.001 / 254, 1.001 / (254 if kind == "int8" else 65_024)
+        padded = (functional.pad(t.abs(), (0, -t.shape[1] % GROUP)) for t in (x, weight))
+        rows, columns = (t.view(len(t), -1, GROUP).amax(-1) for t in padded)
+        return rows @ columns.t() * GROUP * (half + finer + half * finer)
     return (x.abs() @ weight.abs().t()) * (2**-6.9 if kind == "bf16" else 2**-20)
 
 
@@ -90,6 +93,46 @@ def test_nan_stays_in_its_row(kernels: str, kind: LinearKind, poison: float) -> 
     assert not dirty[2].isfinite().any()
     for row in (0, 1, 3, 4):
         assert torch.equal(dirty[row], clean[row])
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", INT8)
+def test_an_outlier_costs_only_its_group(kernels: str, kind: LinearKind) -> None:
+    """One large channel, in inputs or weights, must not round all the others to nothing."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 100), torch.randn(40, 100)
+    for outlier in (x, weight):
+        outlier[:, 70] *= 1e4
+        actual, expected = PackedLinear(weight, None, kind)(x), x @ weight.t()
+        known = x[:, 64:96] @ weight[:, 64:96].t()
+        rounded = PackedLinear(weight[:, 64:96].contiguous(), None, kind)(x[:, 64:96].contiguous())
+        assert _error(actual - rounded, expected - known) < TOLERANCE["int8"] * 2
+        outlier[:, 70] /= 1e4
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+def test_sixteen_bits_of_input_are_nearly_exact(kernels: str) -> None:
+    """Both planes count: weights of whole numbers leave the inputs' rounding alone."""
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (40, 96)).float()
+    weight[:, ::32] = 127.0  # so that every scale is 1
+    x = torch.randn(9, 96) * torch.tensor([1e-20, 1.0, 1e20]).repeat(3)[:, None]
+    actual = PackedLinear(weight, None, "int8a16")(x)
+    assert (
+        _error(
+            actual / x.abs().amax(1, keepdim=True), (x / x.abs().amax(1, keepdim=True)) @ weight.t()
+        )
+        < 5e-5
+    )
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 1e3, 1e6])
+def test_scales_of_small_and_large_weights(kernels: str, size: float) -> None:
+    """Scales are fp16: where that is coarse, the largest weight must not be cut off."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 64), torch.randn(40, 64) * size
+    assert _error(PackedLinear(weight, None, "int8")(x), x @ weight.t()) < 2e-2
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)

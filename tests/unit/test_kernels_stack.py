@@ -35,11 +35,11 @@ SIZES = {
     "vocab_size": 300,
     "pad_token_id": 0,
 }
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "int8": 6e-2}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "int8": 2e-2}
 BLOCKS, BLOCK_SIZE = 30, 4
 
 
-def _model(family: str) -> Any:
+def family_model(family: str) -> Any:
     torch.manual_seed(0)
     config: PreTrainedConfig
     model: Any
@@ -100,7 +100,7 @@ class Runner:
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_logits_equal_the_model(kernels: str, family: str, kind: LinearKind) -> None:
     """Two prompts, one in chunks beside the other's decodes, against one plain forward each."""
-    model = _model(family)
+    model = family_model(family)
     run = Runner(model, kind, torch.float32)
     a, b = torch.randint(0, 300, (33,)), torch.randint(0, 300, (21,))
     steps = [
@@ -124,7 +124,7 @@ def test_logits_do_not_depend_on_the_batch(
     kernels: str, kind: LinearKind, pool: torch.dtype
 ) -> None:
     """Whole layers, bit by bit: a request's tokens must not change with its company."""
-    model = _model("llama")
+    model = family_model("llama")
     ids = [torch.randint(0, 300, (n,)) for n in (20, 1, 9)]
     together = Runner(model, kind, pool)
     company = together([(s, 0, ids[s]) for s in range(3)])
@@ -140,12 +140,13 @@ def test_logits_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
 def test_nan_stays_in_its_sequence(kernels: str, kind: LinearKind) -> None:
     """A request whose activations overflow must not take the rest of the batch along."""
-    model = _model("llama")
+    model = family_model("llama")
     ids = [torch.randint(1, 300, (n,)) for n in (5, 1, 9)]
     clean = Runner(model, kind, torch.float32)([(s, 0, ids[s]) for s in range(3)])
+    poisoned = Runner(model, kind, torch.float32)
     ids[1][0] = 0
     model.get_input_embeddings().weight[0] = math.nan
-    dirty = Runner(model, kind, torch.float32)([(s, 0, ids[s]) for s in range(3)])
+    dirty = poisoned([(s, 0, ids[s]) for s in range(3)])
     assert dirty[5].isnan().all()
     assert torch.allclose(dirty[:5], clean[:5], atol=1e-5)
     assert torch.allclose(dirty[6:], clean[6:], atol=1e-5)
@@ -168,7 +169,7 @@ def test_other_layers_are_not_taken() -> None:
 @pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
 def test_wrong_pools_and_layers_are_refused(kernels: str) -> None:
     """Raw pointers are at work behind these calls: what does not fit must raise."""
-    model = _model("llama")
+    model = family_model("llama")
     stack = LlamaStack.of_model(model, "fp32")
     assert stack is not None
     batch = AttentionBatch(
