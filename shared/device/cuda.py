@@ -26,11 +26,14 @@ class _Replay:
 
 
 class CudaDevice:
-    """See ``Device``. Made by ``shared.device.open.open_device``, which checks first."""
+    """See ``Device``. Made by ``shared.device.open.open_device``, which checks first.
+
+    ``memory`` is where arenas come from, those of peers as well.
+    """
 
     def __init__(self, index: int, memory: CupyMemory, name: str, unit: str) -> None:
         self.place = torch.device("cuda", index)
-        self._memory = memory
+        self.memory = memory
         self._name = name
         self._unit = unit
         self._side: torch.cuda.Stream | None = None
@@ -38,7 +41,7 @@ class CudaDevice:
 
     def facts(self) -> DeviceFacts:
         """Return the maker's name and the memory as of now."""
-        free, total = self._memory.free()
+        free, total = self.memory.free()
         return DeviceFacts(
             kind="cuda", name=self._name, memory_total=total, memory_free=free, unit=self._unit
         )
@@ -53,7 +56,7 @@ class CudaDevice:
         book = KvArena.create(small, num_blocks)
         try:
             arena_id = book.descriptor().arena_id
-            return CudaArena.create(self._memory, layout, num_blocks, arena_id), book
+            return CudaArena.create(self.memory, layout, num_blocks, arena_id), book
         except BaseException:
             book.close()
             raise

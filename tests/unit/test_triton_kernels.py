@@ -28,7 +28,7 @@ pytestmark = [
 def run(cache: Path, *arguments: str, **variables: str) -> str:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), **variables}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -43,14 +43,15 @@ def run(cache: Path, *arguments: str, **variables: str) -> str:
 def test_interpreted_kernels_compute_attention(tmp_path: Path) -> None:
     """Every case of ``triton_interpreted.py``, by name in the output of a failure."""
     file = "tests/unit/triton_interpreted.py"
-    out = run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
+    out = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
     assert " passed" in out
     assert "skipped" not in out
 
 
 def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path: Path) -> None:
     """The interpreter runs what the compiler refuses: ranges that are no constants, types."""
-    built = [json.loads(line) for line in run(tmp_path, "tests.unit.triton_compiled").splitlines()]
+    out = run(tmp_path, "-W", "error", "-m", "tests.unit.triton_compiled")
+    built = [json.loads(line) for line in out.splitlines()]
     assert {b["capability"] for b in built} == {80, 90}
     assert {b["kernel"] for b in built} == {
         "sum_partitions",

@@ -1,6 +1,6 @@
 """Launches of our Triton kernels. Needs triton; on a GPU, or under its interpreter on the CPU."""
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +16,11 @@ _PROGRAMS: Final = 1024
 _WIDE: Final = 128
 """Head width above which key tiles shrink, so that all fits the 99 KiB of shared memory that
 every GPU since Ampere has."""
+
+
+_OPTIONS: Final[dict[str, Any]] = {"num_warps": 4, "enable_fp_fusion": True}
+"""Said, not left to triton: its default for fusing changes from one version to the next, and
+with it the last bits of every sum."""
 
 
 def paged_attention(
@@ -51,8 +56,8 @@ def paged_attention(
             form,
             ROWS=TILE_ROWS,
             KEYS=keys,
-            num_warps=4,
             num_stages=stages,
+            **_OPTIONS,
         )
     return out
 
@@ -88,8 +93,8 @@ def _decode(
         scaling,
         form,
         KEYS=32 if form.exact else 64,
-        num_warps=4,
         num_stages=1 if form.exact else 2,
+        **_OPTIONS,
     )
     merge_partitions[(decodes, form.heads)](
         out,
@@ -97,7 +102,7 @@ def _decode(
         (values, weights, peaks, room),
         (plan.context, plan.query_start, plan.decodes),
         form,
-        num_warps=4,
+        **_OPTIONS,
     )
 
 
@@ -126,5 +131,5 @@ def kv_write(
         (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         k_pool.shape[0] * k_pool.shape[1],
         Row(heads, k_dim, v_dim, *widths),
-        num_warps=4,
+        **_OPTIONS,
     )
