@@ -107,10 +107,10 @@ def _build(request: LoadRequest, recipe: Recipe) -> FusedRunner:
     kind = KINDS[request.precision]
     stack = LlamaStack(recipe.shape, torch.tensor(recipe.frequencies), recipe.factor, kind)
     weights = FileWeights(request.model_dir, recipe.names, LOADED_AS[request.precision])
-    for index, layer in enumerate(recipe.facts.layout.layers):
-        stack.add(weights.layer(index, layer.window))
-    stack.set_head(*weights.head())
-    return FusedRunner(stack, weights.embedding())
+    embedding = weights.embedding()
+    layers = enumerate(recipe.facts.layout.layers)
+    stack.fill((weights.layer(i, kv.window) for i, kv in layers), embedding, weights.head())
+    return FusedRunner(stack, embedding)
 
 
 def _probe(runner: FusedRunner, facts: ModelFacts) -> tuple[tuple[float, ...], ...]:

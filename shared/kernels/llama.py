@@ -5,7 +5,7 @@ replaces its whole forward pass but the embedding. The residual stream is fp32; 
 use one ``LinearKind``; keys and values go to the KV pool in the pool's dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,6 +38,7 @@ class LlamaStack:
         self, shape: StackShape, frequencies: torch.Tensor, factor: float, kind: LinearKind
     ) -> None:
         self.shape = shape
+        self.kind = kind
         self.num_layers = 0
         self.frequencies = frequencies.detach().float().contiguous()
         self.factor = factor
@@ -65,15 +66,26 @@ class LlamaStack:
             eps=float(config.rms_norm_eps),
         )
         stack = cls(shape, rotary.inv_freq, float(rotary.attention_scaling), kind)
-        smooth = None
-        if kind in SMOOTHED_KINDS:
-            frequencies = (stack.frequencies, stack.factor)
-            smooth = Smoother(shape, model.get_input_embeddings(), config.vocab_size, frequencies)
-        for layer in layers:
-            parts = layer_parts(layer)
-            stack.add(parts if smooth is None else smooth(parts))
-        stack.set_head(model.model.norm.weight, projection(model.lm_head))
+        head = (model.model.norm.weight, projection(model.lm_head))
+        stack.fill(map(layer_parts, layers), model.get_input_embeddings().weight, head)
         return stack
+
+    def fill(
+        self,
+        layers: Iterable[LayerParts],
+        embedding: torch.Tensor,
+        head: tuple[torch.Tensor, Projection],
+    ) -> None:
+        """Copy a whole model's weights, smoothed where the kind needs it.
+
+        ``embedding`` is [vocabulary, hidden], ``head`` the final norm and output projection.
+        """
+        smooth = None
+        if self.kind in SMOOTHED_KINDS:
+            smooth = Smoother(self.shape, embedding, (self.frequencies, self.factor))
+        for parts in layers:
+            self.add(parts if smooth is None else smooth(parts))
+        self.set_head(*head)
 
     def add(self, parts: LayerParts) -> None:
         """Copy one more layer's weights into the kind's form."""

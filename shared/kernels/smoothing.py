@@ -10,7 +10,7 @@ The sizes of channels are measured on random tokens: they need neither a tokeniz
 serve nearly as well (docs/decisions/0007).
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from msgspec import structs
@@ -30,23 +30,22 @@ class Smoother:
 
     Args:
         shape: of all layers.
-        embedding: maps token ids to the residual stream.
-        vocabulary: ids are below this.
+        embedding: [vocabulary, hidden].
         rotary: frequencies and factor of the rotary embedding.
     """
 
     def __init__(
         self,
         shape: StackShape,
-        embedding: Any,  # noqa: ANN401
-        vocabulary: int,
+        embedding: torch.Tensor,
         rotary: tuple[torch.Tensor, float],
     ) -> None:
         self._shape = shape
         generator = torch.Generator().manual_seed(0)
         spread = torch.rand((_SEQUENCES, _TOKENS), generator=generator)
+        vocabulary = embedding.shape[0]
         ids = (vocabulary**spread).long().clamp(max=vocabulary - 1)
-        x = embedding(ids).detach().float()
+        x = functional.embedding(ids, embedding.detach()).float()
         self._x = torch.where(x.isfinite().all(-1, keepdim=True), x, 0.0)
         cos, sin = fallback.rotary_table(torch.arange(_TOKENS), *rotary)
         self._cos, self._sin = cos.repeat(_SEQUENCES, 1), sin.repeat(_SEQUENCES, 1)
