@@ -140,4 +140,7 @@ def _examine(runtime: Any, index: int, where: str) -> Finding:  # noqa: ANN401
             f"{where}: {name} has compute capability {capability[0]}.{capability[1]}; "
             "8.0 (Ampere) or newer is needed"
         )
-    return Finding(index, name, bytes(facts.get("uuid", b"")).hex(), " MIG " in name)
+    unit = facts.get("uuid", b"")
+    return Finding(
+        index, name, unit.hex() if isinstance(unit, bytes) else str(unit), " MIG " in name
+    )

@@ -77,8 +77,9 @@ def compile_case(
     case = make_case(1, lengths, pool_dtype=pool, **shape)
     plan = plan_of(case.batch, case.k_pool.shape[0], 16)
     pools = (case.k_pool, case.v_pool)
-    options = {"window": 100, "softcap": 20.0, "sinks": torch.ones(8)}
-    attention.paged_attention(case.q.to(query), pools, plan, scaling=0.1, **options)
+    everything: dict[str, Any] = {"window": 100, "softcap": 20.0, "sinks": torch.ones(8)}
+    for options in ({}, everything):
+        attention.paged_attention(case.q.to(query), pools, plan, scaling=0.1, **options)
     k, v = (torch.zeros(5, 2, dim, dtype=query) for dim in dims)
     attention.kv_write(k, v, *pools, torch.zeros(5, dtype=torch.int64))
 

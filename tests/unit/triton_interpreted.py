@@ -15,6 +15,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from shared.engine.device.forward import Kernels
+from shared.engine.device.load import prepare_on
+from shared.engine.prepared import LoadRequest
+from shared.engine.probe import paged_logits
 from shared.kernels import fallback
 from shared.kernels.gpu import attention as kernels
 from shared.kernels.gpu import decode
@@ -22,8 +25,8 @@ from shared.kernels.gpu.attention import kv_write, paged_attention
 from shared.kernels.gpu.decode import partition_count
 from shared.kernels.gpu.plan import plan_of
 from shared.kernels.types import AttentionBatch
-from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
-from tests.unit.engine_models import CONFIGS, greedy, prompt, save_model
+from tests.unit.device_engine import PlainKernels, RecordingDevice
+from tests.unit.engine_models import BLOCK, CONFIGS, save_model
 from tests.unit.kernel_reference import Case, attention, make_case
 
 POOLS = (torch.float32, torch.bfloat16, torch.float16)
@@ -187,15 +190,27 @@ def test_kv_write_fills_its_slots_only(pool: torch.dtype, source: torch.dtype) -
         torch.testing.assert_close(stored.flatten(0, 1), expected, rtol=2**-7, atol=0)
 
 
-def test_a_model_generates_with_them_what_it_does_with_plain_kernels(tmp_path: Path) -> None:
-    """Windows, sinks and graphs in one model: the kernels as the runner calls them."""
+class Either(PlainKernels):
+    """Plain kernels until ``chosen`` is others."""
+
+    chosen: Kernels = PlainKernels()
+
+    def paged_attention(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self.chosen.paged_attention(*arguments, **options)
+
+    def kv_write(self, *arguments: Any) -> None:
+        self.chosen.kv_write(*arguments)
+
+
+def test_a_model_computes_with_them_what_it_does_with_plain_kernels(tmp_path: Path) -> None:
+    """Windows, sinks, chunks and decodes in one model: the kernels as the runner calls them."""
     directory = save_model(tmp_path, CONFIGS["gpt_oss"]())
-    outputs = []
-    for candidate in (cast(Kernels, kernels), PlainKernels()):
-        driver, _ = device_driver(directory, RecordingDevice(), candidate, most=1)
-        driver.open(0, prompt(0, 9), greedy(logprobs=1))
-        driver.prefill(0)
-        driver.decode([0], 2)
-        outputs.append(driver.ids(0))
-        driver.finish()
-    assert outputs[0] == outputs[1]
+    either = Either()
+    request = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
+    prepared, runner = prepare_on(RecordingDevice(), request, either, "either")
+    logits = []
+    for either.chosen in (PlainKernels(), cast(Kernels, kernels)):
+        logits.append(
+            torch.cat(paged_logits(runner, prepared.facts.layout, prepared.facts.embeddings))
+        )
+    assert torch.allclose(*logits, rtol=1e-4, atol=1e-5)

@@ -47,27 +47,32 @@ def paged_attention(
     if plan.decodes.shape[0]:
         _decode(q, pools, plan, (out, weights), scaling, form)
     if plan.tiles.shape[0]:
-        keys, stages = _tile(form)
-        attend_chunk[(plan.tiles.shape[0], form.heads)](
+        rows, keys, stages = _tile(form)
+        parts = TILE_ROWS // rows
+        attend_chunk[(plan.tiles.shape[0] * parts, form.heads)](
             (q, *pools, weights, out),
             (plan.tables, plan.context, plan.query_start, plan.tiles),
             (q.stride(0), q.stride(1), *plan.tables.stride()),
             scaling,
             form,
-            ROWS=TILE_ROWS,
+            ROWS=rows,
             KEYS=keys,
+            PARTS=parts,
             num_stages=stages,
             **_OPTIONS,
         )
     return out
 
 
-def _tile(form: Form) -> tuple[int, int]:
-    """Return keys per tile of a chunk, and loads in flight."""
+def _tile(form: Form) -> tuple[int, int, int]:
+    """Return rows and keys of a chunk's tile, and loads in flight.
+
+    fp32 products have no matrix units: larger tiles would not fit the registers.
+    """
     wide = max(form.k_pad, form.v_pad) > _WIDE
     if form.exact:
-        return (16 if wide else 32), 1
-    return (32 if wide else 64), 2
+        return 16, (16 if wide else 32), 1
+    return TILE_ROWS, (32 if wide else 64), 2
 
 
 def _decode(

@@ -19,8 +19,9 @@ def attend_chunk(
     form: tl.constexpr,
     ROWS: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Attend ``ROWS`` rows of one chunk and one query head.
+    """Attend ``ROWS`` rows of one chunk and one query head; ``PARTS`` programs share a tile.
 
     ``index``: tables, context, query_start and tiles int32 [tiles, 2] with each tile's sequence
     and its first row counted from the chunk's. ``strides`` as in ``sum_partitions``.
@@ -30,8 +31,9 @@ def attend_chunk(
     q_row, q_head, table_row, table_column = strides
     head = tl.program_id(1)
     kv_head = head // (form.heads // form.kv_heads)
-    sequence = tl.load(tiles + 2 * tl.program_id(0))
-    offset = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    tile_of = tiles + 2 * (tl.program_id(0) // PARTS)
+    sequence = tl.load(tile_of)
+    offset = tl.load(tile_of + 1) + tl.program_id(0) % PARTS * ROWS
     first, end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
     context = tl.load(context_of + sequence)
     table = tables + sequence.to(tl.int64) * table_row
@@ -55,7 +57,9 @@ def attend_chunk(
     else:
         peak = weight - float("inf")
     value = tl.zeros((ROWS, form.v_pad), tl.float32)
-    for tile in range(low // KEYS * KEYS, tl.minimum(context, newest + ROWS), KEYS):
+    # The last tile's later parts may have no row at all.
+    end_key = tl.where(first + offset < end, tl.minimum(context, newest + ROWS), 0)
+    for tile in range(low // KEYS * KEYS, end_key, KEYS):
         keys = tile + tl.arange(0, KEYS)
         live = (keys >= low) & (keys < context)
         place = place_of((table, table_column), keys, live, form) * form.kv_heads + kv_head
