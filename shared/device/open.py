@@ -141,6 +141,5 @@ def _examine(runtime: Any, index: int, where: str) -> Finding:  # noqa: ANN401
             "8.0 (Ampere) or newer is needed"
         )
     unit = facts.get("uuid", b"")
-    return Finding(
-        index, name, unit.hex() if isinstance(unit, bytes) else str(unit), " MIG " in name
-    )
+    unit = unit.hex() if isinstance(unit, bytes) else str(unit)
+    return Finding(index, name, unit, " MIG " in name)

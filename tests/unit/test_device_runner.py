@@ -11,7 +11,7 @@ from shared.errors import BadConfig
 from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
 
-FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4")
+FAMILIES = ("llama", "gemma2", "deepseek_v3", "gemma4")
 LENGTHS = (5, 2 * BLOCK, 1)
 STEPS = 9
 

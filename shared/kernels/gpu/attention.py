@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import torch
 
-from shared.kernels.gpu.chunk import attend_chunk
+from shared.kernels.gpu.chunk import TileSize, attend_chunk
 from shared.kernels.gpu.decode import merge_partitions, partition_count, sum_partitions
 from shared.kernels.gpu.form import Form, form_of
 from shared.kernels.gpu.plan import TILE_ROWS, Plan
@@ -47,32 +47,29 @@ def paged_attention(
     if plan.decodes.shape[0]:
         _decode(q, pools, plan, (out, weights), scaling, form)
     if plan.tiles.shape[0]:
-        rows, keys, stages = _tile(form)
-        parts = TILE_ROWS // rows
-        attend_chunk[(plan.tiles.shape[0] * parts, form.heads)](
+        size, stages = _tile(form)
+        attend_chunk[(plan.tiles.shape[0] * size.parts, form.heads)](
             (q, *pools, weights, out),
             (plan.tables, plan.context, plan.query_start, plan.tiles),
             (q.stride(0), q.stride(1), *plan.tables.stride()),
             scaling,
             form,
-            ROWS=rows,
-            KEYS=keys,
-            PARTS=parts,
+            size,
             num_stages=stages,
             **_OPTIONS,
         )
     return out
 
 
-def _tile(form: Form) -> tuple[int, int, int]:
-    """Return rows and keys of a chunk's tile, and loads in flight.
+def _tile(form: Form) -> tuple[TileSize, int]:
+    """Return the tile of a chunk, and how many loads are in flight.
 
     fp32 products have no matrix units: larger tiles would not fit the registers.
     """
     wide = max(form.k_pad, form.v_pad) > _WIDE
-    if form.exact:
-        return 16, (16 if wide else 32), 1
-    return TILE_ROWS, (32 if wide else 64), 2
+    rows = 16 if form.exact else TILE_ROWS
+    keys = (32 if wide else 64) // (2 if form.exact else 1)
+    return TileSize(rows, keys, TILE_ROWS // rows), 1 if form.exact else 2
 
 
 def _decode(

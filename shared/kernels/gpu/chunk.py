@@ -4,10 +4,20 @@ FlashAttention-2 (Dao, 2023) over block tables. Tiles begin at multiples of thei
 the chunk and key tiles at multiples of theirs, so a row's sums depend on its own chunk alone.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from shared.kernels.gpu.tile import LOG2E, absorb, place_of
+
+
+class TileSize(NamedTuple):
+    """Rows and keys of one program's tile, and how many programs share a tile of the plan."""
+
+    rows: int
+    keys: int
+    parts: int
 
 
 @triton.jit
@@ -17,11 +27,9 @@ def attend_chunk(
     strides: tl.tuple,
     scale: tl.tensor,
     form: tl.constexpr,
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
+    size: tl.constexpr,
 ) -> None:
-    """Attend ``ROWS`` rows of one chunk and one query head; ``PARTS`` programs share a tile.
+    """Attend ``size.rows`` rows of one chunk and one query head; ``size.parts`` share a tile.
 
     ``index``: tables, context, query_start and tiles int32 [tiles, 2] with each tile's sequence
     and its first row counted from the chunk's. ``strides`` as in ``sum_partitions``.
@@ -29,18 +37,17 @@ def attend_chunk(
     q, k_pool, v_pool, sinks, out = tensors
     tables, context_of, query_start, tiles = index
     q_row, q_head, table_row, table_column = strides
-    head = tl.program_id(1)
+    head, tile_of = tl.program_id(1), tiles + 2 * (tl.program_id(0) // size.parts)
     kv_head = head // (form.heads // form.kv_heads)
-    tile_of = tiles + 2 * (tl.program_id(0) // PARTS)
     sequence = tl.load(tile_of)
-    offset = tl.load(tile_of + 1) + tl.program_id(0) % PARTS * ROWS
+    offset = tl.load(tile_of + 1) + tl.program_id(0) % size.parts * size.rows
     first, end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
     context = tl.load(context_of + sequence)
     table = tables + sequence.to(tl.int64) * table_row
-    row = (first + offset + tl.arange(0, ROWS)).to(tl.int64)
-    position = context - (end - first) + offset + tl.arange(0, ROWS)
+    row = (first + offset + tl.arange(0, size.rows)).to(tl.int64)
     has_row = row < end
     newest = context - (end - first) + offset
+    position = newest + tl.arange(0, size.rows)
     low = 0
     if form.window > 0:
         low = tl.maximum(newest - form.window + 1, 0)
@@ -50,17 +57,17 @@ def attend_chunk(
         mask=has_row[:, None] & (k_column < form.k_dim)[None, :],
         other=0.0,
     )
-    weight = tl.zeros((ROWS,), tl.float32)
+    weight = tl.zeros((size.rows,), tl.float32)
     if form.sinks:
         peak = weight + tl.load(sinks + head) * LOG2E
         weight += 1.0
     else:
         peak = weight - float("inf")
-    value = tl.zeros((ROWS, form.v_pad), tl.float32)
+    value = tl.zeros((size.rows, form.v_pad), tl.float32)
     # The last tile's later parts may have no row at all.
-    end_key = tl.where(first + offset < end, tl.minimum(context, newest + ROWS), 0)
-    for tile in range(low // KEYS * KEYS, end_key, KEYS):
-        keys = tile + tl.arange(0, KEYS)
+    end_key = tl.where(first + offset < end, tl.minimum(context, newest + size.rows), 0)
+    for tile in range(low // size.keys * size.keys, end_key, size.keys):
+        keys = tile + tl.arange(0, size.keys)
         live = (keys >= low) & (keys < context)
         place = place_of((table, table_column), keys, live, form) * form.kv_heads + kv_head
         seen = live[None, :] & (keys[None, :] <= position[:, None])
