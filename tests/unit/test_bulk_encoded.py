@@ -1,5 +1,6 @@
 """Encoded chunks without sockets: what is cut, what is refused, and when a codec pays."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +24,12 @@ LAYOUT = KvLayout(
     layers=(SHAPE, LayerKv(1, 4, 4), LayerKv(2, 8, 4, shares=0), SHAPE),
 )
 INT8 = CodecFigures(codec="int8", ratio=2.0, encode_rate=1e9, decode_rate=1e9)
+MEASURED = (
+    CodecFigures(codec="int8", ratio=1.94, encode_rate=0.76e9, decode_rate=2.23e9),
+    CodecFigures(codec="k8v4", ratio=2.46, encode_rate=0.47e9, decode_rate=1.05e9),
+    CodecFigures(codec="k4v4", ratio=3.19, encode_rate=0.43e9, decode_rate=0.94e9),
+)
+"""The table of docs/codecs.md."""
 PEER = b"decode-0#1"
 MB = 1 << 20
 
@@ -95,12 +102,35 @@ def link_of(rates: PairRates, rate: float, now: float) -> None:
 
 
 def test_auto_encodes_on_a_slow_link_only() -> None:
-    """Guards a codec that costs more than it saves: break-even is (1 - 1/2) / (2 / 1e9)."""
-    for rate, codec in ((1e8, "int8"), (2.4e8, "int8"), (2.6e8, "none"), (1e10, "none")):
+    """Guards a codec that costs more than it saves: both ends count at half their rate, 5e8."""
+    for rate, codec in ((1e8, "int8"), (4.9e8, "int8"), (5.1e8, "none"), (1e10, "none")):
         rates = PairRates((INT8,))
         assert rates.choose(MB) == "none", "nothing is known of the link yet"
         link_of(rates, rate, 1.0)
         assert rates.choose(MB) == codec, rates.reason
+
+
+@pytest.mark.parametrize(
+    ("rate", "codec"),
+    [(5e7, "k4v4"), (1.25e8, "int8"), (3.7e8, "int8"), (3.9e8, "none"), (4.9e9, "none")],
+    ids=["400 Mbit/s", "1 Gbit/s", "3 Gbit/s", "3.1 Gbit/s", "memory"],
+)
+def test_auto_counts_what_overlaps_once(rate: float, codec: str) -> None:
+    """Guards plain KV on links where `int8` pays: encoder, wire and decoder work side by side.
+
+    In turn, the measured `int8` would pay below 275 MB/s only.
+    """
+    rates = PairRates(MEASURED)
+    link_of(rates, rate, 1.0)
+    assert rates.choose(MB) == codec, rates.reason
+
+
+def test_a_coder_as_fast_as_the_link_is_not_fast_enough() -> None:
+    """Guards a codec whose saving is gone once an engine takes half of its core."""
+    rates = PairRates((msgspec.structs.replace(INT8, ratio=10.0, encode_rate=1.2e8),))
+    link_of(rates, 1e8, 1.0)
+    assert rates.choose(MB) == "none"
+    assert "pays below 60.0 MB/s only" in rates.reason
 
 
 def test_an_encoder_is_not_taken_for_the_link() -> None:

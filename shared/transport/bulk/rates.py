@@ -13,6 +13,11 @@ AUTO_CODECS: Final[tuple[CodecName, ...]] = ("int8", "k8v4", "k4v4")
 """What ``auto`` chooses from. ``sparse`` loses whole tokens and ``cachegen`` is slower than most
 links: both are there for who names them."""
 
+_HEADROOM: Final = 2.0
+"""How much faster than the link an encoder and a decoder have to be. They get less of a core
+once an engine is busy beside them, and the first chunk's encoding and the last one's decoding
+overlap with nothing."""
+
 _SAMPLE: Final = 256 << 10
 _PLAIN_EVERY: Final = 16
 _CHUNK_WEIGHT: Final = 1 / 16
@@ -46,7 +51,8 @@ class PairRates:
         self._jobs += 1
         if self.link_rate is None or size < 1 or self._jobs % _PLAIN_EVERY == 0:
             return "none"
-        choice = choose_codec(size, self.link_rate, tuple(self._figures.values()), "encode+decode")
+        allowed = tuple(_with_headroom(one) for one in self._figures.values())
+        choice = choose_codec(size, self.link_rate, allowed, "overlapped")
         self.reason = choice.reason
         return choice.codec
 
@@ -84,6 +90,14 @@ class PairRates:
         rate = busy.wire / seconds  # of a job or more: newer ones weigh half
         self.link_rate = rate if self.link_rate is None else (self.link_rate + rate) / 2
         busy.begun, busy.wire = now, 0
+
+
+def _with_headroom(figures: CodecFigures) -> CodecFigures:
+    return msgspec.structs.replace(
+        figures,
+        encode_rate=figures.encode_rate / _HEADROOM,
+        decode_rate=figures.decode_rate / _HEADROOM,
+    )
 
 
 def _mean(known: float, new: float) -> float:
