@@ -10,7 +10,10 @@ from shared.messages.fleet import FleetStatus, WorkerStatus
 
 _LABELS = ("worker", "role")
 _PAIR_LABELS = ("worker", "source", "path", "reason")
-_PAIR_COUNTS = ("transfers", "failed", "bytes", "seconds", "visible_seconds", "chunks_again")
+_PAIR_COUNTS = (
+    *("transfers", "failed", "bytes", "wire_bytes"),
+    *("seconds", "visible_seconds", "chunks_again"),
+)
 
 
 class FleetCollector:

@@ -86,6 +86,7 @@ def test_the_metrics_page_tells_the_pairs_apart() -> None:
     page = fleet_text(status).decode()
     for name, near, far in (
         ("bytes", 300, 1000),
+        ("wire_bytes", 0, 520),
         ("transfers", 1, 1),
         ("failed", 0, 1),
         ("chunks_again", 0, 4),
