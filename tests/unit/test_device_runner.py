@@ -5,11 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.engine.device.load import prepare_on
+from shared.device.cuda import CudaDevice
+from shared.device.cuda_memory import CupyMemory
+from shared.device.device import KvMemory
+from shared.engine.batch import OpenSequence, SequenceInput, StepInput
+from shared.engine.device.load import DeviceRequest, prepare_on, start
 from shared.engine.prepared import LoadRequest
-from shared.errors import BadConfig
+from shared.errors import BadConfig, ResourceMissing
+from shared.kv.arena import KvArena
+from shared.kv.layout import KvLayout
 from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
+from tests.unit.fake_cupy import FakeCupy, FakeRuntime, view
 
 FAMILIES = ("llama", "gemma2", "deepseek_v3", "gemma4")
 LENGTHS = (5, 2 * BLOCK, 1)
@@ -98,3 +105,47 @@ def test_int8_weights_are_refused(tmp_path: Path) -> None:
     request = LoadRequest(directory, "int8", "bf16", BLOCK, None)
     with pytest.raises(BadConfig, match="int8"):
         prepare_on(RecordingDevice(), request, PlainKernels(), "test kernels")
+
+
+class FakeGpu(RecordingDevice):
+    """Computes on the CPU, with KV where a GPU has it: in one piece of a stand-in for CuPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runtime = FakeRuntime()
+        memory = CupyMemory(FakeCupy(self.runtime), 0, view, sliced=False)
+        self._cuda = CudaDevice(0, memory, "fake", "unit")
+
+    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, KvArena]:
+        return self._cuda.kv_memory(layout, num_blocks)
+
+
+def test_a_start_ends_with_an_engine_ready_to_step(tmp_path: Path) -> None:
+    """Blocks counted with the scratch block, or a graph that writes to the last one of them."""
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    device = FakeGpu()
+    load = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
+    engine, book = start(device, DeviceRequest(load, 1, 1 << 20, 2), PlainKernels(), "plain")
+    blocks = (1 << 20) // engine.layout.block_bytes - 1
+    assert book.num_blocks == len(book.generations) == blocks
+    assert len(device.graphs) == 2
+    tokens = list(prompt(0, LENGTHS[0]))
+    opened = (OpenSequence(0, greedy(), tuple(tokens)),)
+    table = (blocks - 1, *range(8))
+    start_at, found = 0, []
+    for _ in range(STEPS + 1):
+        part = SequenceInput(0, tuple(tokens[start_at:]), start_at, table, sample=True)
+        (sampled,) = engine.step(StepInput(opened, (), (part,))).sampled
+        opened, start_at = (), len(tokens)
+        tokens.append(sampled.token)
+        found.append(sampled.token)
+    assert found == answers(directory)[0]
+    engine.detach()
+    book.close()
+
+
+def test_kv_memory_of_too_few_blocks_says_how_large_one_is(tmp_path: Path) -> None:
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    load = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
+    with pytest.raises(ResourceMissing, match="less than three blocks of 1536 bytes"):
+        start(FakeGpu(), DeviceRequest(load, 1, 4000, 2), PlainKernels(), "plain")

@@ -45,15 +45,22 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
         BadConfig, ResourceMissing, UnsupportedModel: with one sentence what is wrong.
     """
     device = open_device(name)
+    return start(device, request, *choose_kernels(device.place))
+
+
+def start(
+    device: Device, request: DeviceRequest, kernels: Kernels, attention: str
+) -> tuple[Engine, KvArena]:
+    """Do as ``start_on``, on an opened device."""
     device.set_threads(request.threads)
-    prepared, runner = prepare_on(device, request.load, *choose_kernels(device.place))
+    prepared, runner = prepare_on(device, request.load, kernels, attention)
     engine = Engine(prepared, request.load.model_dir, request.threads)
     layout = engine.layout
     num_blocks = request.kv_bytes // layout.block_bytes - 1  # and a scratch block
     if num_blocks < 2:
         raise ResourceMissing(
             f"`kv_memory` of {request.kv_bytes >> 20} MiB holds less than three blocks of "
-            f"{layout.block_bytes} bytes; give {name} more"
+            f"{layout.block_bytes} bytes; give {device.place} more"
         )
     memory, book = device.kv_memory(layout, num_blocks)
     engine.attach(memory)
@@ -62,7 +69,7 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
     facts = device.facts()
     log.info(
         "%s (%s): %d KV blocks, decode graphs of %s, %d MiB free",
-        name,
+        device.place,
         facts.name,
         num_blocks,
         ", ".join(map(str, sizes)) or "no size",

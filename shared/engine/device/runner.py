@@ -92,13 +92,15 @@ class DeviceRunner:
         logits = self._forward(there, written, keep.to(self._device.place))
         if announcer is not None:
             announcer.finish()
-        return self._device.download(logits).float()
+        return self._device.download(logits.float())
 
     def _of_graph(
         self, rows: torch.Tensor, keep: torch.Tensor, on_layer: OnLayer | None
     ) -> torch.Tensor:
         """Return the rows asked for. A graph says nothing until all of it is done."""
-        logits = self._device.download(rows).float()[keep]
+        if not torch.equal(keep, torch.arange(len(rows))):
+            rows = rows[keep.to(self._device.place)]
+        logits = self._device.download(rows.float())
         if on_layer is not None:
             for layer in range(len(self._pools)):
                 on_layer(layer)
