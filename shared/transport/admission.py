@@ -3,13 +3,20 @@
 libzmq asks one handler per context over inproc and refuses everybody while none answers.
 """
 
+import logging
 import weakref
+from typing import Final
 
 import zmq
 from zmq.utils import z85
 
 from shared.transport.pump import SocketPump
 from shared.transport.security import CurveServer
+
+log = logging.getLogger(__name__)
+
+_NAMED: Final = 64
+"""Refused keys that one socket names in the log; a stranger may make as many as it likes."""
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -20,7 +27,8 @@ Context = zmq.Context[zmq.Socket[bytes]]
 class Admission:
     """The keys of one binding socket. ``denied`` counts connections refused for their key.
 
-    Must be closed; the last one of a context takes the handler with it.
+    Each refused key is named in the log once: a peer refused keeps trying and its own side cannot
+    tell why nobody answers. Must be closed; the last one of a context takes the handler with it.
     """
 
     def __init__(self, context: Context, security: CurveServer) -> None:
@@ -28,6 +36,7 @@ class Admission:
         self.domain = b"link-%d" % id(self)
         self._secret = security.secret
         self._allowed = frozenset(z85.decode(key) for key in security.allowed)
+        self._named: set[bytes] = set()
         self._context = context
         gate = _gates.get(context)
         if gate is None:
@@ -46,6 +55,12 @@ class Admission:
         if key in self._allowed:
             return True
         self.denied += 1
+        if key not in self._named and len(self._named) < _NAMED:
+            self._named.add(key)
+            log.warning(
+                "refused a connection: its key %s is none of clients/*.public in `security.keys`",
+                z85.encode(key).decode(),
+            )
         return False
 
     def close(self) -> None:

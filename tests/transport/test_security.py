@@ -1,16 +1,19 @@
 """Keys on disk, which endpoints need them, and who is let in."""
 
+import os
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from shared.config import SecuritySection
 from shared.errors import BadConfig, ResourceMissing
-from shared.transport.admission import _gates
+from shared.transport.admission import Admission, _gates
 from shared.transport.security import (
     CurveClient,
     CurveServer,
@@ -171,6 +174,26 @@ def test_right_key_works_and_others_are_refused(
             assert router.send(b"in#1", Bell())
             assert await replies.until(1) == [Bell()]
             assert not any(router.send(b"out#%d" % i, Bell()) for i in range(3))
+
+    run(main())
+
+
+def test_a_refused_key_is_named_once_and_strangers_cannot_fill_the_log(
+    run: Run, context: Context, section: SecuritySection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a wrong key that shows as nothing but a worker that never comes (67)."""
+    server = security_for(OPEN, section, "bind")
+    assert server is not None
+
+    async def main() -> None:
+        with closing(Admission(context, server)) as admission:
+            public = zmq.curve_keypair()[0]
+            assert not any(admission.judge(z85.decode(public)) for _ in range(3))
+            (line,) = caplog.messages
+            assert public.decode() in line and "`security.keys`" in line
+            for _ in range(200):
+                admission.judge(os.urandom(32))
+            assert len(caplog.messages) == 64 and admission.denied == 203
 
     run(main())
 
