@@ -22,7 +22,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     done \
  && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.txt -e ./sdk -e .
 COPY kernels kernels
-COPY shared/__init__.py shared/known_models.py shared/
+COPY shared/__init__.py shared/file_lock.py shared/known_models.py shared/
 COPY shared/kernels/__init__.py shared/kernels/build.py shared/kernels/
 RUN python -m shared.kernels.build
 # Headers and archives serve compilers only; triton (1 GB) serves GPUs only.

@@ -159,6 +159,29 @@ def test_keys_belong_to_the_service_user_alone(project: Project) -> None:
     assert listing.split() == ["600:10001"] * 4
 
 
+def test_a_container_with_a_wrong_key_is_refused_and_named(project: Project) -> None:
+    """Guards a fleet open to whoever reaches its sockets; the router's log tells the key (67)."""
+    script = (
+        "diptych keys /tmp/keys && cp /etc/diptych/keys/server.public /tmp/keys/ "
+        "&& sed s:/etc/diptych/keys:/tmp/keys: configs/compose.yaml > /tmp/stranger.yaml "
+        "&& cat /tmp/keys/clients/fleet.public "
+        "&& exec timeout -k 5 25 python -m services.decode --config /tmp/stranger.yaml --name auto"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        stranger = pool.submit(
+            *(project.run, "run", "--rm", "-T", "--no-deps", "--entrypoint", "sh"),
+            *("decode", "-c", script),
+            check=False,
+        )
+        refused = re.compile(r"refused a connection: its key (\S{40}) ")
+        wait_for(lambda: bool(refused.search(project.run("logs", "router"))), "named in the log")
+        assert workers(project) == {"prefill-0", "decode-0"}
+        said = stranger.result(120)
+    named = refused.search(project.run("logs", "router"))
+    assert named is not None and named[1] in said
+    assert workers(project) == {"prefill-0", "decode-0"}
+
+
 @pytest.mark.parametrize("service", ["decode", "prefill", "router"])
 def test_a_restart_under_load_loses_nothing(
     project: Project, client: OpenAI, expected: list[str], service: str

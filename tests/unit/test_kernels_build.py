@@ -1,7 +1,9 @@
 """Building and loading: no compiler, a broken source, two processes at once, one warning."""
 
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,30 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     outputs = [p.communicate(timeout=60)[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0]
     assert "".join(outputs).count("built") == 1
+
+
+def test_the_image_compiles_kernels_with_the_files_it_has_by_then(tmp_path: Path) -> None:
+    """Guards an image that cannot be built: the Dockerfile copies those few sources by name."""
+    repo = Path(__file__).resolve().parents[2]
+    before = (repo / "Dockerfile").read_text().partition("RUN python -m shared.kernels.build")[0]
+    for line in before.splitlines():
+        if line.startswith("COPY shared/"):
+            *files, folder = line.split()[1:]
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            for file in files:
+                shutil.copy(repo / file, tmp_path / folder)
+    # Without site, whose hook for editable packages would find what is missing here.
+    program = (
+        f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
+        "import shared.kernels.build as it; print(it.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "shared/kernels/build.py")
