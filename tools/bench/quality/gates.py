@@ -1,6 +1,8 @@
 """How much quality a precision may cost; one row per precision.
 
-The bounds are provisional: ``diptych bench quality`` has not been run over its whole text yet.
+Measured over 3,577 positions of SmolLM2-135M (docs/decisions/0007): bf16 chooses fp32's best token
+at 99.1 % of them, KL 0.00016; int8 at 97.8 %, KL 0.0011. One standard error of such a share is
+0.16 and 0.25 points; the bounds are more than three away.
 """
 
 from typing import Final
@@ -20,5 +22,6 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 GATES: Final[dict[Precision, Gate]] = {
     "fp32": Gate(top1=0.999, perplexity=0.0005, kl=0.0005),
-    "bf16": Gate(top1=0.97, perplexity=0.01, kl=0.01),
+    "bf16": Gate(top1=0.985, perplexity=0.01, kl=0.0005),
+    "int8": Gate(top1=0.97, perplexity=0.02, kl=0.002),
 }
