@@ -117,7 +117,13 @@ def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, 
         settings.block_size,
         settings.max_model_len,
     )
-    request = DeviceRequest(load, settings.threads, settings.kv_memory, settings.max_sequences)
+    request = DeviceRequest(
+        load,
+        settings.threads,
+        settings.kv_memory,
+        settings.max_sequences,
+        settings.max_batch_tokens,
+    )
     return start_on(settings.device, request)
 
 

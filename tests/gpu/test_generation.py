@@ -105,7 +105,7 @@ def test_a_worker_starts_on_the_device(device: CudaDevice, tmp_path: Path) -> No
     directory = save_model(tmp_path, CONFIGS["llama"]())
     load = LoadRequest(directory, "bf16", "bf16", BLOCK, None)
     before = device.facts().memory_free
-    engine, book = start_on("cuda", DeviceRequest(load, 1, 64 << 20, 4))
+    engine, book = start_on("cuda", DeviceRequest(load, 1, 64 << 20, 4, 300))
     assert book.num_blocks == (64 << 20) // engine.layout.block_bytes - 1
     assert before - device.facts().memory_free >= 60 << 20
     engine.detach()

@@ -54,7 +54,7 @@ class PlainKernels:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        batch = AttentionBatch(plan.tables.contiguous(), plan.query_start, plan.context)
+        batch = AttentionBatch(plan.tables.t().contiguous(), plan.query_start, plan.context)
         return fallback.paged_attention(
             q, pools, batch, scaling, window or 0, softcap or 0.0, sinks
         )

@@ -59,7 +59,7 @@ def graphs_over(
     def forward(step: StepTensors) -> torch.Tensor:
         seen.append(step)
         plan = step.plan
-        first = plan.tables[plan.decodes.long(), 0]
+        first = plan.tables[0, plan.decodes.long()]
         return torch.stack((step.token_ids[0], step.positions[0], step.slots, first), 1).float()
 
     graphs = DecodeGraphs(recorder, sizes, columns=COLUMNS, block_size=BLOCK, scratch=SCRATCH)
@@ -108,7 +108,7 @@ def test_rows_that_fill_up_touch_the_scratch_block_only() -> None:
     assert logits.tolist() == [[1, 0, 12, 3], [11, 7, 27, 5], [21, 21, 49, 9]]
     step = seen[-1]
     assert step.slots[3:].tolist() == [SCRATCH * BLOCK]
-    assert step.plan.tables[3].tolist() == [SCRATCH] * COLUMNS
+    assert step.plan.tables[:, 3].tolist() == [SCRATCH] * COLUMNS
     assert step.plan.context.tolist() == [1, 8, 22, 1]
     assert step.plan.query_start.tolist() == [0, 1, 2, 3, 4]
     assert step.plan.decodes.tolist() == [0, 1, 2, 3]
@@ -123,7 +123,7 @@ def test_a_smaller_step_leaves_nothing_of_the_one_before() -> None:
     graphs.run(4, step_of((2, 1, (30,)), (3, 1, (31,)), (4, 1, (32, 33))), host)
     step = seen[-1]
     assert step.slots.tolist() == [122, 127, 132, SCRATCH * BLOCK]
-    assert step.plan.tables[:, :2].tolist()[2:] == [[32, 33], [SCRATCH] * 2]
+    assert step.plan.tables[:2, 2:].tolist() == [[32, SCRATCH], [33, SCRATCH]]
 
 
 def test_recording_itself_writes_to_the_scratch_block_only() -> None:
@@ -171,6 +171,8 @@ def test_one_buffer_holds_all_of_a_step() -> None:
     assert torch.equal(found.slots, step.slots)
     for name in ("tables", "query_start", "context", "decodes", "tiles"):
         assert torch.equal(getattr(found.plan, name), getattr(expected, name)), name
+    parts = (found.token_ids, found.positions, found.slots, found.plan.tables, found.plan.tiles)
+    assert {(part.data_ptr() - buffer.ctypes.data) % 16 for part in parts} == {0}
     assert expected.decodes.tolist() == [0]
     assert expected.tiles.tolist() == [[1, 0], [1, TILE_ROWS], [2, 0]]
     assert expected.longest == 6
@@ -192,7 +194,7 @@ def test_batches_that_would_leave_the_pool_are_refused(
 
 def test_the_graphs_buffer_fits_the_largest_step() -> None:
     graphs, _ = graphs_over(FakeRecorder())
-    assert graphs.buffer_size() == graph_shape(4, COLUMNS).size == 12 + 8 + 1 + 4 + 24
+    assert graphs.buffer_size() == graph_shape(4, COLUMNS).size == 12 + 4 + 8 + 4 + 24
 
 
 class FakeEvent:

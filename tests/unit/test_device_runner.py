@@ -125,7 +125,7 @@ def test_a_start_ends_with_an_engine_ready_to_step(tmp_path: Path) -> None:
     directory = save_model(tmp_path, CONFIGS["llama"]())
     device = FakeGpu()
     load = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
-    engine, book = start(device, DeviceRequest(load, 1, 1 << 20, 2), PlainKernels(), "plain")
+    engine, book = start(device, DeviceRequest(load, 1, 1 << 20, 2, 300), PlainKernels(), "plain")
     blocks = (1 << 20) // engine.layout.block_bytes - 1
     assert book.num_blocks == len(book.generations) == blocks
     assert len(device.graphs) == 2
@@ -148,4 +148,21 @@ def test_kv_memory_of_too_few_blocks_says_how_large_one_is(tmp_path: Path) -> No
     directory = save_model(tmp_path, CONFIGS["llama"]())
     load = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
     with pytest.raises(ResourceMissing, match="less than three blocks of 1536 bytes"):
-        start(FakeGpu(), DeviceRequest(load, 1, 4000, 2), PlainKernels(), "plain")
+        start(FakeGpu(), DeviceRequest(load, 1, 4000, 2, 300), PlainKernels(), "plain")
+
+
+class Small(PlainKernels):
+    """Kernels that a long step does not leave room for."""
+
+    def kv_write(self, k: torch.Tensor, *arguments: torch.Tensor) -> None:
+        if k.shape[0] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        super().kv_write(k, *arguments)
+
+
+def test_a_step_that_will_not_fit_is_found_at_the_start(tmp_path: Path) -> None:
+    """Else the first long prompt would end the worker, and the one it is tried on again."""
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    load = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
+    with pytest.raises(ResourceMissing, match=r"step of 300 tokens does not fit.*max_batch_tokens"):
+        start(FakeGpu(), DeviceRequest(load, 1, 1 << 20, 2, 300), Small(), "small")

@@ -150,17 +150,6 @@ def test_result_does_not_depend_on_the_batch() -> None:
         assert torch.equal(single, together[first:last])
 
 
-def test_tables_laid_out_by_columns() -> None:
-    """Graphs keep block tables column after column; a stride taken for 1 reads other blocks."""
-    lengths = [(1, 50), (10, 30), (1, 9)]
-    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dims": (16, 16), "block_size": 4}
-    case = make_case(6, lengths, pool_dtype=torch.float32, **shape)
-    columns = case.batch.tables.t().contiguous().t()
-    assert columns.stride() == (1, 3)
-    batch = AttentionBatch(columns, case.batch.query_start, case.batch.context)
-    assert torch.equal(run(Case(case.q, case.k_pool, case.v_pool, batch)), run(case))
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter
 def test_nan_stays_in_its_sequence() -> None:
     """One request's NaN must fail that request only."""

@@ -3,8 +3,11 @@
 int32, one after the other: token ids [rows], positions [rows], slots [rows], context
 [sequences], query_start [sequences + 1], decodes [decodes], tiles [tiles, 2], and last the block
 tables column after column [columns, sequences]: a step that needs few columns of a wide table
-then ends early in the buffer.
+then ends early in the buffer. Each part begins at a multiple of 16 bytes: a kernel is compiled
+anew for pointers of other alignment, and no step should wait for that.
 """
+
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +16,9 @@ from msgspec import Struct
 from shared.engine.step import PackedStep
 from shared.kernels.gpu.plan import Int32, Plan, Work
 from shared.kernels.types import AttentionBatch
+
+_ALIGNED: Final = 4
+"""Elements of int32 in 16 bytes."""
 
 
 class StepShape(Struct, frozen=True):
@@ -25,14 +31,26 @@ class StepShape(Struct, frozen=True):
     columns: int
 
     @property
-    def fixed(self) -> int:
-        """Elements before the block tables."""
-        return 3 * self.rows + 2 * self.sequences + 1 + self.decodes + 2 * self.tiles
+    def parts(self) -> list[slice]:
+        """Where the parts are, in the order above."""
+        counts = (
+            *(self.rows,) * 3,
+            self.sequences,
+            self.sequences + 1,
+            self.decodes,
+            2 * self.tiles,
+            self.columns * self.sequences,
+        )
+        begin, parts = 0, []
+        for count in counts:
+            parts.append(slice(begin, begin + count))
+            begin += -(-count // _ALIGNED) * _ALIGNED
+        return parts
 
     @property
     def size(self) -> int:
         """Elements in all."""
-        return self.fixed + self.columns * self.sequences
+        return int(self.parts[-1].stop)
 
 
 class StepTensors(Struct, frozen=True):
@@ -64,18 +82,10 @@ def tensors(
     flat: torch.Tensor, shape: StepShape, longest: int, host: AttentionBatch | None = None
 ) -> StepTensors:
     """Return the parts of a buffer, no copy; ``longest`` and ``host`` as in ``Plan``."""
-    counts = [
-        *(shape.rows,) * 3,
-        shape.sequences,
-        shape.sequences + 1,
-        shape.decodes,
-        2 * shape.tiles,
-        shape.columns * shape.sequences,
-    ]
-    parts = torch.split(flat[: shape.size], counts)
+    parts = [flat[part] for part in shape.parts]
     token_ids, positions, slots, context, query_start, decodes, tiles, tables = parts
     plan = Plan(
-        tables=tables.view(shape.columns, shape.sequences).t(),
+        tables=tables.view(shape.columns, shape.sequences),
         query_start=query_start,
         context=context,
         decodes=decodes,
@@ -89,7 +99,7 @@ def tensors(
 def pack(buffer: Int32, shape: StepShape, step: PackedStep, work: Work) -> int:
     """Fill a buffer of the step's own shape; return how many elements it has."""
     batch = step.batch
-    parts = (
+    values = (
         step.token_ids[0].numpy(),
         step.positions[0].numpy(),
         step.slots.numpy(),
@@ -99,7 +109,8 @@ def pack(buffer: Int32, shape: StepShape, step: PackedStep, work: Work) -> int:
         work.tiles.reshape(-1),
         batch.tables.numpy().T.reshape(-1),
     )
-    np.concatenate(parts, out=buffer[: shape.size], casting="unsafe")
+    for part, value in zip(shape.parts, values, strict=True):
+        buffer[part] = value
     return shape.size
 
 
@@ -113,11 +124,10 @@ def pack_decodes(
     """
     bucket, count = shape.rows, len(step.rows) - 1
     columns = step.batch.tables.shape[1]
-    end = shape.fixed + columns * bucket
+    *fixed, whole = shape.parts
+    end = int(whole.start) + columns * bucket
     buffer[:end] = 0
-    token_ids, positions, slots, context, query_start, decodes = np.split(
-        buffer[: shape.fixed], np.cumsum((bucket, bucket, bucket, bucket, bucket + 1))
-    )
+    token_ids, positions, slots, context, query_start, decodes, _ = (buffer[p] for p in fixed)
     token_ids[:count] = step.token_ids[0].numpy()
     positions[:count] = step.positions[0].numpy()
     slots[:count] = step.slots.numpy()
@@ -126,7 +136,7 @@ def pack_decodes(
     context[count:] = 1
     query_start[:] = np.arange(bucket + 1)
     decodes[:] = np.arange(bucket)
-    tables = buffer[shape.fixed : end].reshape(columns, bucket)
+    tables = buffer[whole.start : end].reshape(columns, bucket)
     tables[:, :count] = step.batch.tables.numpy().T
     tables[:, count:] = scratch
     return end

@@ -27,12 +27,15 @@ log = logging.getLogger(__name__)
 
 
 class DeviceRequest(Struct, frozen=True):
-    """``kv_bytes`` is the size of the pool, ``most`` the most sequences of one step."""
+    """``kv_bytes`` is the size of the pool; a step has at most ``most`` sequences and ``rows``
+    tokens.
+    """
 
     load: LoadRequest
     threads: int
     kv_bytes: int
     most: int
+    rows: int
 
 
 def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
@@ -65,7 +68,14 @@ def start(
     memory, book = device.kv_memory(layout, num_blocks)
     engine.attach(memory)
     longest = min(engine.max_model_len, num_blocks * layout.block_size)
-    sizes = runner.record(request.most, longest)
+    try:
+        runner.rehearse(request.rows, longest)
+        sizes = runner.record(request.most, longest)
+    except BaseException:
+        engine.detach()
+        memory.close()
+        book.close()
+        raise
     facts = device.facts()
     log.info(
         "%s (%s): %d KV blocks, decode graphs of %s, %d MiB free",

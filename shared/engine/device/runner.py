@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from shared.device.device import Device, Event
 from shared.engine.attention import LayerPool
+from shared.engine.batch import SequenceInput
 from shared.engine.device.announcer import Announcer
 from shared.engine.device.buffers import StepTensors, pack, shape_of, tensors
 from shared.engine.device.forward import DeviceForward, Kernels
 from shared.engine.device.graphs import DecodeGraphs, buckets_up_to
 from shared.engine.loading import HfModel
 from shared.engine.step import OnLayer, PackedStep
+from shared.errors import ResourceMissing
 from shared.kernels.gpu.plan import work_of
 from shared.kv.layout import KvLayout
 
@@ -46,6 +49,27 @@ class DeviceRunner:
             LayerPool(there[id(k_pool)], there[id(v_pool)], writes=writes)
             for k_pool, v_pool, writes in zip(k, v, self._writes, strict=True)
         ]
+
+    def rehearse(self, rows: int, max_model_len: int) -> None:
+        """Run a step of prompts of ``rows`` tokens in all, the most there will be, in scratch.
+
+        Kernels are compiled and memory is found to be short now, and not in a request.
+
+        Raises:
+            ResourceMissing: the step does not fit into the device's memory.
+        """
+        block_size, scratch = self._layout.block_size, self._pools[0].k.shape[0] - 1
+        lengths = [min(max_model_len, rows - low) for low in range(0, rows, max_model_len)]
+        sequences = [SequenceInput(i, (0,) * n, 0, (), False) for i, n in enumerate(lengths)]
+        tables = [np.full(-(-n // block_size), scratch, dtype=np.int64) for n in lengths]
+        try:
+            with torch.inference_mode():
+                self.logits(PackedStep(sequences, tables, block_size), torch.tensor([rows - 1]))
+        except torch.OutOfMemoryError as error:
+            raise ResourceMissing(
+                f"a step of {rows} tokens does not fit into the memory of {self._device.place} "
+                "beside weights and KV; lower `kv_memory` or `max_batch_tokens`"
+            ) from error
 
     def record(self, most: int, max_model_len: int) -> tuple[int, ...]:
         """Record decodes of up to ``most`` sequences; return the batch sizes that have a graph.

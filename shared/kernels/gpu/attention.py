@@ -40,19 +40,19 @@ def paged_attention(
     Raises:
         RuntimeError: shapes do not fit.
     """
-    form = form_of(q, pools, window or 0, softcap or 0.0, sinks is not None)
+    form = form_of(q, pools, window or 0, softcap or 0.0, sinks is not None, scaling)
     out = q.new_empty((q.shape[0], form.heads, form.v_dim))
     # A kernel without sinks never reads the pointer, yet it needs one.
     weights = out if sinks is None else sinks
     if plan.decodes.shape[0]:
-        _decode(q, pools, plan, (out, weights), scaling, form)
+        _decode(q, pools, plan, (out, weights), form)
     if plan.tiles.shape[0]:
         size, stages = _tile(form)
         attend_chunk[(plan.tiles.shape[0] * size.parts, form.heads)](
             (q, *pools, weights, out),
             (plan.tables, plan.context, plan.query_start, plan.tiles),
-            (q.stride(0), q.stride(1), *plan.tables.stride()),
-            scaling,
+            (q.stride(0), q.stride(1)),
+            plan.tables.shape[1],
             form,
             size,
             num_stages=stages,
@@ -77,7 +77,6 @@ def _decode(
     pools: tuple[torch.Tensor, torch.Tensor],
     plan: Plan,
     target: tuple[torch.Tensor, torch.Tensor],
-    scaling: float,
     form: Form,
 ) -> None:
     out, sinks = target
@@ -91,8 +90,9 @@ def _decode(
     sum_partitions[(decodes, form.kv_heads, share)](
         (q, *pools, plan.tables, plan.context, plan.query_start, plan.decodes),
         (values, weights, peaks),
-        (q.stride(0), q.stride(1), *plan.tables.stride(), room),
-        scaling,
+        (q.stride(0), q.stride(1)),
+        plan.tables.shape[1],
+        room,
         form,
         KEYS=32 if form.exact else 64,
         num_stages=1 if form.exact else 2,
@@ -101,8 +101,9 @@ def _decode(
     merge_partitions[(decodes, form.heads)](
         out,
         sinks,
-        (values, weights, peaks, room),
+        (values, weights, peaks),
         (plan.context, plan.query_start, plan.decodes),
+        room,
         form,
         **_OPTIONS,
     )

@@ -20,30 +20,29 @@ class TileSize(NamedTuple):
     parts: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def attend_chunk(
     tensors: tl.tuple,
     index: tl.tuple,
     strides: tl.tuple,
-    scale: tl.tensor,
+    sequences: tl.tensor,
     form: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
     """Attend ``size.rows`` rows of one chunk and one query head; ``size.parts`` share a tile.
 
     ``index``: tables, context, query_start and tiles int32 [tiles, 2] with each tile's sequence
-    and its first row counted from the chunk's. ``strides`` as in ``sum_partitions``.
+    and its first row counted from the chunk's. The others are as in ``sum_partitions``.
     """
     q, k_pool, v_pool, sinks, out = tensors
     tables, context_of, query_start, tiles = index
-    q_row, q_head, table_row, table_column = strides
+    q_row, q_head = strides
     head, tile_of = tl.program_id(1), tiles + 2 * (tl.program_id(0) // size.parts)
     kv_head = head // (form.heads // form.kv_heads)
     sequence = tl.load(tile_of)
     offset = tl.load(tile_of + 1) + tl.program_id(0) % size.parts * size.rows
     first, end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
     context = tl.load(context_of + sequence)
-    table = tables + sequence.to(tl.int64) * table_row
     row = (first + offset + tl.arange(0, size.rows)).to(tl.int64)
     has_row = row < end
     newest = context - (end - first) + offset
@@ -69,12 +68,12 @@ def attend_chunk(
     for tile in range(low // size.keys * size.keys, end_key, size.keys):
         keys = tile + tl.arange(0, size.keys)
         live = (keys >= low) & (keys < context)
-        place = place_of((table, table_column), keys, live, form) * form.kv_heads + kv_head
+        place = place_of((tables + sequence, sequences), keys, live, form) * form.kv_heads + kv_head
         seen = live[None, :] & (keys[None, :] <= position[:, None])
         if form.window > 0:
             seen = seen & (keys[None, :] > position[:, None] - form.window)
         peak, weight, value = absorb(
-            (peak, weight, value), query, (k_pool, v_pool), place, (live, seen), scale, form
+            (peak, weight, value), query, (k_pool, v_pool), place, (live, seen), form
         )
     tl.store(
         out + (row[:, None] * form.heads + head) * form.v_dim + v_column[None, :],

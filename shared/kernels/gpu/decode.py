@@ -41,32 +41,30 @@ def partition_of(key: tl.tensor) -> tl.tensor:
     return tl.where(key < edge, key // SMALL, SMALL_COUNT + (key - edge) // LARGE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "room"])
 def sum_partitions(
     tensors: tl.tuple,
     sums: tl.tuple,
     strides: tl.tuple,
-    scale: tl.tensor,
+    sequences: tl.tensor,
+    room: tl.tensor,
     form: tl.constexpr,
     KEYS: tl.constexpr,  # noqa: N803
 ) -> None:
     """Attend one sequence and KV head over every ``num_programs(2)``-th of its partitions.
 
     ``sums``: values fp32 [decodes, heads, partitions, v_pad] not yet divided by the weights;
-    weights and peaks fp32 [decodes, heads, partitions]. ``strides``: row and head of q, sequence
-    and column of the tables, and the number of partitions there is room for.
+    weights and peaks fp32 [decodes, heads, partitions]; there is ``room`` for so many partitions.
+    ``strides``: row and head of q. ``sequences``: of the step, a column each in the tables.
     """
     q, k_pool, v_pool, tables, context_of, query_start, decodes = tensors
     values, weights, peaks = sums
-    q_row, q_head, table_row, table_column, room = strides
+    q_row, q_head = strides
     decode, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(decodes + decode)
     row = tl.load(query_start + sequence).to(tl.int64)
     context = tl.load(context_of + sequence)
-    table = tables + sequence.to(tl.int64) * table_row
-    low = 0
-    if form.window > 0:
-        low = tl.maximum(context - form.window, 0)
+    low = tl.maximum(context - form.window, 0) if form.window > 0 else 0
     group = tl.arange(0, form.group_pad)
     has_head = group < form.heads // form.kv_heads
     head = kv_head * (form.heads // form.kv_heads) + group
@@ -86,14 +84,15 @@ def sum_partitions(
         for tile in range(begin, end, KEYS):
             keys = tile + tl.arange(0, KEYS)
             live = (keys >= low) & (keys < end)
-            place = place_of((table, table_column), keys, live, form) * form.kv_heads + kv_head
+            place = (
+                place_of((tables + sequence, sequences), keys, live, form) * form.kv_heads + kv_head
+            )
             peak, weight, value = absorb(
                 (peak, weight, value),
                 query,
                 (k_pool, v_pool),
                 place,
                 (live, live[None, :]),
-                scale,
                 form,
             )
         cell = (decode.to(tl.int64) * form.heads + head) * room + number - first
@@ -104,15 +103,20 @@ def sum_partitions(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def merge_partitions(
-    out: tl.tensor, sinks: tl.tensor, sums: tl.tuple, index: tl.tuple, form: tl.constexpr
+    out: tl.tensor,
+    sinks: tl.tensor,
+    sums: tl.tuple,
+    index: tl.tuple,
+    room: tl.tensor,
+    form: tl.constexpr,
 ) -> None:
     """Add up the partitions of one sequence and head; a sink adds weight and no value.
 
     ``out`` [rows, heads, v_dim] contiguous.
     """
-    values, weights, peaks, room = sums
+    values, weights, peaks = sums
     context_of, query_start, decodes = index
     decode, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(decodes + decode)

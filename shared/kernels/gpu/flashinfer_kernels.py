@@ -32,8 +32,8 @@ class FlashInferKernels:
         self._own = own
         self._place = place
         self._workspace: torch.Tensor | None = None
-        self._wrappers: dict[tuple[Form, float], Any] = {}
-        self._planned: set[tuple[Form, float]] = set()
+        self._wrappers: dict[tuple[Form, torch.dtype], Any] = {}
+        self._planned: set[tuple[Form, torch.dtype]] = set()
         self._plan: Plan | None = None
         self.kv_write = own.kv_write
 
@@ -49,22 +49,22 @@ class FlashInferKernels:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend as ``shared.kernels.gpu.attention.paged_attention``."""
-        form = form_of(q, pools, window or 0, softcap or 0.0, sinks is not None)
+        form = form_of(q, pools, window or 0, softcap or 0.0, sinks is not None, scaling)
         if not _fits(form, q, plan):
             out: torch.Tensor = self._own.paged_attention(
                 q, pools, plan, scaling=scaling, window=window, softcap=softcap, sinks=sinks
             )
             return out
-        wrapper = self._prepared(plan, form, scaling, q.dtype)
+        wrapper = self._prepared(plan, form, q.dtype)
         result: torch.Tensor = wrapper.run(q.contiguous(), pools)
         return result
 
-    def _prepared(self, plan: Plan, form: Form, scaling: float, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    def _prepared(self, plan: Plan, form: Form, dtype: torch.dtype) -> Any:  # noqa: ANN401
         """Return the wrapper for this kind of layer, planned once per step."""
         if plan is not self._plan:
             self._plan = plan
             self._planned.clear()
-        key = (form, scaling)
+        key = (form, dtype)
         wrapper = self._wrappers.get(key)
         if wrapper is None:
             if self._workspace is None:
@@ -84,7 +84,7 @@ class FlashInferKernels:
                 form.k_dim,
                 form.block_size,
                 causal=True,
-                sm_scale=scaling,
+                sm_scale=form.scale,
                 logits_soft_cap=form.softcap or None,
                 q_data_type=dtype,
                 kv_data_type=dtype,

@@ -27,6 +27,7 @@ class Form(NamedTuple):
     softcap: float
     sinks: bool
     exact: bool
+    scale: float
 
 
 def form_of(
@@ -35,6 +36,7 @@ def form_of(
     window: int,
     softcap: float,
     sinks: bool,
+    scale: float,
 ) -> Form:
     """Return the form of q [rows, heads, k_dim] over pools [blocks, block_size, kv_heads, dim].
 
@@ -63,6 +65,7 @@ def form_of(
         softcap=softcap,
         sinks=sinks,
         exact=not (q.dtype == k_pool.dtype == v_pool.dtype != torch.float32),
+        scale=scale,
     )
 
 

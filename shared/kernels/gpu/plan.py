@@ -25,9 +25,11 @@ class Work(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """A batch on the device. ``tables`` [sequences, columns] may have any strides; the other
-    tensors are int32 and contiguous. ``longest`` bounds the contexts of ``decodes``. ``host`` is
-    the batch in ordinary memory; None in a graph, which serves many batches.
+    """A batch on the device, int32 and contiguous.
+
+    ``tables`` [columns, sequences]: the first block of every sequence, then the second of every
+    sequence, and so on. ``longest`` bounds the contexts of ``decodes``. ``host`` is the batch in
+    ordinary memory; None in a graph, which serves many batches.
     """
 
     tables: torch.Tensor
@@ -69,7 +71,7 @@ def plan_of(batch: AttentionBatch, blocks: int, block_size: int) -> Plan:
     """Return the plan of a CPU batch, on the CPU. Raises as ``work_of``."""
     work = work_of(batch, blocks, block_size)
     return Plan(
-        batch.tables,
+        batch.tables.t().contiguous(),
         batch.query_start,
         batch.context,
         torch.from_numpy(work.decodes),

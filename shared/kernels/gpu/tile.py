@@ -11,9 +11,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def scores_of(products: tl.tensor, scale: tl.tensor, form: tl.constexpr) -> tl.tensor:
+def scores_of(products: tl.tensor, form: tl.constexpr) -> tl.tensor:
     """Turn dot products into scores in units of log2."""
-    scores = products * scale
+    scores = products * form.scale
     if form.softcap > 0.0:
         # tanh by the sigmoid: the interpreter has no tanh.
         scores = form.softcap * (2.0 * tl.sigmoid(2.0 * scores / form.softcap) - 1.0)
@@ -43,7 +43,6 @@ def absorb(
     pools: tl.tuple,
     place: tl.tensor,
     masks: tl.tuple,
-    scale: tl.tensor,
     form: tl.constexpr,
 ) -> tl.tuple:
     """Add a tile of keys to ``state``: peak and weight [rows], value [rows, v_pad], all fp32.
@@ -60,7 +59,7 @@ def absorb(
         mask=live[None, :] & (k_column < form.k_dim)[:, None],
         other=0.0,
     )
-    scores = scores_of(product(query, k, form), scale, form)
+    scores = scores_of(product(query, k, form), form)
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     # Where nothing was seen yet, -inf less -inf would be NaN.

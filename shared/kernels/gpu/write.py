@@ -16,7 +16,7 @@ class Row(NamedTuple):
     v_pad: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def write_row(tensors: tl.tuple, strides: tl.tuple, capacity: tl.tensor, row: tl.constexpr) -> None:
     """Store one row of k and v. ``strides``: row and head of k, then of v.
 
