@@ -16,6 +16,8 @@ from shared.errors import IncompatiblePeer, ResourceMissing, TransferFailed
 from shared.kv.layout import KvDtype, KvLayout
 
 _PAGE: Final = 4096
+_GRAIN: Final = 2 << 20
+"""CUDA cuts smaller allocations out of pieces of this size and exports the whole piece."""
 _TORCH: Final[dict[KvDtype, torch.dtype]] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -143,13 +145,13 @@ class CudaArena:
 
 
 def cuda_arena_size(layout: KvLayout, num_blocks: int) -> int:
-    """Return the bytes of an arena: its header, ``num_blocks`` and the scratch block."""
+    """Return the bytes of an arena: header, ``num_blocks``, scratch block, and up to 2 MiB more."""
     size = _PAGE
     for layer in range(len(layout.layers)):
         if layout.owner(layer) == layer:
             size += _pages((num_blocks + 1) * layout.k_block_bytes(layer))
             size += _pages((num_blocks + 1) * layout.v_block_bytes(layer))
-    return size
+    return -(-size // _GRAIN) * _GRAIN
 
 
 def _pages(size: int) -> int:

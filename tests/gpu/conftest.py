@@ -13,6 +13,8 @@ from shared.errors import ResourceMissing
 @pytest.fixture(scope="session")
 def device() -> Iterator[CudaDevice]:
     """Open ``cuda``; a machine with a GPU that lacks a library fails instead of skipping."""
+    if torch.version.cuda is None:
+        pytest.skip(f"torch {torch.__version__} is a build for CPUs")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
     try:
