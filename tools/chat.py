@@ -10,7 +10,7 @@ from rich.console import Console
 import diptych
 from shared.config import Deployment
 from shared.errors import ResourceMissing
-from tools.running import client, require_running
+from tools.running import client, require_gateway
 from tools.wrap import WordWrap
 
 _CONNECT_TIMEOUT = 10.0
@@ -48,7 +48,7 @@ def chat(
     Raises:
         ResourceMissing: the deployment does not run.
     """
-    require_running(deployment)
+    require_gateway(deployment)
     with client(deployment, connect_timeout=_CONNECT_TIMEOUT) as link:
         try:
             ready = link.wait_ready(_CONNECT_TIMEOUT)

@@ -9,7 +9,7 @@ import diptych
 from shared.config import Deployment
 from shared.errors import NotFound, ResourceMissing
 from shared.messages.fleet import FleetStatus, Role, WorkerStatus
-from tools.running import client, require_running
+from tools.running import client, require_gateway
 
 _POLL = 0.2
 _QUERY_TIMEOUT = 5.0
@@ -40,7 +40,7 @@ def change_role(
 
 
 def _order(deployment: Deployment, worker: str, role: Role | None, timeout: float) -> WorkerStatus:
-    require_running(deployment)
+    require_gateway(deployment)
     deadline = time.monotonic() + timeout
     try:
         with client(deployment, connect_timeout=_QUERY_TIMEOUT, operator=True) as link:

@@ -34,12 +34,30 @@ def find_deployment(config: Path | None, default: Path) -> Deployment:
     return fallback
 
 
+def is_supervised(deployment: Deployment) -> bool:
+    """Say whether ``diptych up`` runs this deployment here."""
+    return read_owner(run_paths(deployment).up_lock) is not None
+
+
 def require_running(deployment: Deployment) -> None:
     """Raise ``ResourceMissing`` unless ``diptych up`` runs this deployment."""
-    if read_owner(run_paths(deployment).up_lock) is None:
-        raise ResourceMissing(
-            f"deployment `{deployment.name}` does not run; start it with: diptych up"
-        )
+    if not is_supervised(deployment):
+        raise _does_not_run(deployment)
+
+
+def require_gateway(deployment: Deployment) -> None:
+    """Raise ``ResourceMissing`` where there is no gateway to ask: by ``up``, by hand, elsewhere."""
+    endpoint = client_endpoint(deployment)
+    elsewhere = endpoint.startswith("tcp://")
+    by_hand = endpoint.startswith("ipc://") and Path(endpoint.removeprefix("ipc://")).exists()
+    if not (is_supervised(deployment) or elsewhere or by_hand):
+        raise _does_not_run(deployment)
+
+
+def _does_not_run(deployment: Deployment) -> ResourceMissing:
+    return ResourceMissing(
+        f"deployment `{deployment.name}` does not run; start it with `diptych up` and its file"
+    )
 
 
 def client(

@@ -16,9 +16,9 @@ import diptych
 from shared.config import Deployment
 from shared.errors import ResourceMissing
 from shared.messages.fleet import FleetStatus, PairStatus, RouterCounters, WorkerStatus
-from tools.running import client, require_running
+from tools.running import client, is_supervised, require_gateway
 from tools.supervise.control import Control, ProcessState
-from tools.supervise.plan import RunPaths, processes, run_paths
+from tools.supervise.plan import Process, RunPaths, processes, run_paths
 
 _SAMPLE = 1.0
 _QUERY_TIMEOUT = 5.0
@@ -26,10 +26,14 @@ _COLOURS = {"ready": "green", "draining": "yellow", "hung": "red", "lost": "red"
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything known at one moment; ``fleet`` is None while no gateway answers."""
+    """Everything known at one moment.
+
+    ``fleet`` is None while no gateway answers, ``states`` where no ``diptych up`` runs: services
+    were then started by hand, perhaps on other machines.
+    """
 
     at: float
-    states: dict[str, ProcessState]
+    states: dict[str, ProcessState] | None
     fleet: FleetStatus | None
     problem: str = ""
 
@@ -48,7 +52,7 @@ def show_status(deployment: Deployment, console: Console, *, watch: bool) -> int
     Raises:
         ResourceMissing: the deployment does not run.
     """
-    require_running(deployment)
+    require_gateway(deployment)
     with client(deployment, connect_timeout=_QUERY_TIMEOUT, operator=True) as link:
         before = take(deployment, link)
         time.sleep(_SAMPLE)
@@ -73,10 +77,12 @@ def take(deployment: Deployment, link: diptych.Client) -> Snapshot:
         fleet = msgspec.convert(link.status(timeout=_QUERY_TIMEOUT), FleetStatus)
     except diptych.DiptychError as error:
         problem = str(error)
-    try:
-        states = Control(run_paths(deployment).socket).states()
-    except ResourceMissing as error:
-        states, problem = {}, error.message
+    states: dict[str, ProcessState] | None = None
+    if is_supervised(deployment):
+        try:
+            states = Control(run_paths(deployment).socket).states()
+        except ResourceMissing as error:
+            states, problem = {}, error.message
     return Snapshot(at=time.monotonic(), states=states, fleet=fleet, problem=problem)
 
 
@@ -144,25 +150,34 @@ def _services(
     workers = _by_name(now)
     earlier = _by_name(before)
     for process in processes(deployment):
-        state = now.states.get(process.name)
+        state = (now.states or {}).get(process.name)
         pid = str(state.pid) if state is not None and state.pid else "-"
         worker = workers.pop(process.name, None)
         if worker is not None:
             previous = earlier.get(process.name)
+            pid = str(worker.pid) if now.states is None else pid
             table.add_row(*_worker_cells(worker, pid, rates(worker, previous, now.at - before.at)))
             continue
-        if state is None or not state.pid:
-            health = "[red]down[/red]"
-        elif paths.ready(process.name).exists():
-            health = "[green]ready[/green]"
-        else:
-            health = "[yellow]starting[/yellow]"
+        health = _health(now, process, paths.ready(process.name).exists())
         table.add_row(process.name, process.role, health, pid)
     for name, worker in workers.items():
         previous = earlier.get(name)
         cells = _worker_cells(worker, str(worker.pid), rates(worker, previous, now.at - before.at))
         table.add_row(*cells)
     return table
+
+
+def _health(now: Snapshot, process: Process, ready: bool) -> str:
+    """Return the state of a service that the fleet's status does not name."""
+    if now.states is None:
+        if now.fleet is None:
+            return "[yellow]unknown[/yellow]"
+        answered = process.role in ("router", "gateway")
+        return "[green]ready[/green]" if answered else "[red]absent[/red]"
+    state = now.states.get(process.name)
+    if state is None or not state.pid:
+        return "[red]down[/red]"
+    return "[green]ready[/green]" if ready else "[yellow]starting[/yellow]"
 
 
 def _by_name(snapshot: Snapshot) -> dict[str, WorkerStatus]:

@@ -97,3 +97,17 @@ def test_a_pair_tells_its_codec_and_the_bytes_it_saved_only_if_there_is_one() ->
     text = " ".join(screen(RouterCounters(), (plain, coded)).split())
     assert "40.0 MB, 20.6 MB as int8" in text
     assert text.count(" as ") == 1
+
+
+def test_services_that_nobody_supervises_are_shown_by_what_the_fleet_says() -> None:
+    """Guards a deployment whose services run by hand or on other machines."""
+    console = Console(file=io.StringIO(), width=80)
+    now = msgspec.structs.replace(snapshot(1.0, 0, RouterCounters()), states=None)
+    console.print(render(DEPLOYMENT, now, now))
+    console.print(render(DEPLOYMENT, msgspec.structs.replace(now, fleet=None), now))
+    assert isinstance(console.file, io.StringIO)
+    rows = [line.split()[:4] for line in console.file.getvalue().splitlines()]
+    assert ["prefill-0", "prefill", "draining", str(PID)] in rows
+    assert ["decode-0", "decode", "absent", "-"] in rows
+    assert ["gateway", "gateway", "ready", "-"] in rows
+    assert ["gateway", "gateway", "unknown", "-"] in rows
