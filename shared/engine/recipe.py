@@ -60,15 +60,20 @@ def recall(request: LoadRequest) -> Prepared | None:
     parameters = check_weights(request.model_dir)
     path = _path(request)
     try:
-        recipe = msgspec.json.decode(path.read_bytes(), type=Recipe)
+        recipe = decode(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         log.warning("%s is not usable, the model is checked anew: %s", path, error)
         return None
     require_memory(request.model_dir, parameters * LOADED_AS[request.precision].itemsize)
-    runner = _build(request, recipe)
-    found = torch.tensor(_probe(runner, recipe.facts))
+    try:
+        runner = _build(request, recipe)
+        found = torch.tensor(_probe(runner, recipe.facts))
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        # a recipe written while the model's files were being replaced
+        log.warning("%s does not fit the model, which is checked anew: %r", path, error)
+        return None
     expected = torch.tensor(recipe.probe)
     if found.shape == expected.shape and _close(found, expected):
         return Prepared(recipe.facts, runner)
@@ -91,16 +96,37 @@ def remember(request: LoadRequest, prepared: Prepared) -> None:
         probe=_probe(runner, prepared.facts),
     )
     path = _path(request)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_bytes(msgspec.json.encode(recipe))
-        partial.rename(path)
+        try:
+            partial.write_bytes(encode(recipe))
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
         kept = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
         for old in kept[:-_MAX_KEPT]:
             old.unlink(missing_ok=True)
     except OSError as error:
         log.warning("the next start will check the model again: %s", error)
+
+
+def encode(recipe: Recipe) -> bytes:
+    """Return a recipe file: a checksum, as not every fact shows in the test run, and JSON."""
+    body = msgspec.json.encode(recipe)
+    return _checksum(body) + b"\n" + body
+
+
+def decode(content: bytes) -> Recipe:
+    """Raises ``ValueError`` or ``msgspec.DecodeError`` where it is none, or not as written."""
+    checksum, _, body = content.partition(b"\n")
+    if checksum != _checksum(body):
+        raise ValueError("its checksum is wrong")
+    return msgspec.json.decode(body, type=Recipe)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).hexdigest().encode()
 
 
 def _build(request: LoadRequest, recipe: Recipe) -> FusedRunner:

@@ -75,10 +75,62 @@ def test_layers_that_do_not_reproduce_the_test_run_are_not_used(
     asked = request(save_model(tmp_path / "model", CONFIGS["llama"]()))
     prepare(asked)
     (file,) = cache.glob("*.json")
-    kept = msgspec.json.decode(file.read_bytes(), type=recipe.Recipe)
+    kept = recipe.decode(file.read_bytes())
     other = msgspec.structs.replace(kept, factor=kept.factor * 1.5)
-    file.write_bytes(msgspec.json.encode(other))
+    file.write_bytes(recipe.encode(other))
     assert recipe.recall(asked) is None
+
+
+@pytest.mark.parametrize(
+    "fact", ["vocab_size", "max_model_len", "eos_token_ids", "embeddings", "prefix"]
+)
+def test_a_recipe_with_one_changed_byte_means_checking_anew(
+    tmp_path: Path, cache: Path, fact: str
+) -> None:
+    """Facts that the test run does not touch, as the length limit, would be believed; others
+    would end every start by an exception until somebody deletes the file."""
+    asked = request(save_model(tmp_path / "model", CONFIGS["llama"]()))
+    prepare(asked)
+    (file,) = cache.glob("*.json")
+    content = bytearray(file.read_bytes())
+    at = content.index(f'"{fact}":'.encode()) + len(fact) + 4
+    content[at] ^= 1  # a digit stays a digit, a letter a letter
+    file.write_bytes(content)
+    assert recipe.recall(asked) is None
+
+
+@pytest.mark.parametrize("change", ["layers", "names", "shape", "frequencies"])
+def test_a_recipe_of_other_files_means_checking_anew(
+    tmp_path: Path, cache: Path, change: str
+) -> None:
+    """Written while a model was being replaced, it would end every start by an exception."""
+    asked = request(save_model(tmp_path / "model", CONFIGS["llama"]()))
+    prepare(asked)
+    (file,) = cache.glob("*.json")
+    kept = recipe.decode(file.read_bytes())
+    replace, layout = msgspec.structs.replace, kept.facts.layout
+    other = {
+        "layers": lambda: {
+            "facts": replace(kept.facts, layout=replace(layout, layers=layout.layers * 2))
+        },
+        "names": lambda: {"names": replace(kept.names, prefix="decoder.")},
+        "shape": lambda: {"shape": replace(kept.shape, hidden=kept.shape.hidden * 2)},
+        "frequencies": lambda: {"frequencies": kept.frequencies[:1]},
+    }[change]()
+    file.write_bytes(recipe.encode(replace(kept, **other)))
+    assert recipe.recall(asked) is None
+
+
+def test_a_recipe_that_cannot_be_kept_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    """A full disk would get one more partial file with every start."""
+    asked = request(save_model(tmp_path / "model", CONFIGS["llama"]()))
+    prepare(asked)
+    (file,) = cache.glob("*.json")
+    file.unlink()
+    file.mkdir()  # what is renamed to a folder's name fails, as on a full disk
+    assert recipe.recall(asked) is None
+    prepare(asked)
+    assert list(cache.iterdir()) == [file]
 
 
 def test_other_weights_have_a_recipe_of_their_own(tmp_path: Path) -> None:
