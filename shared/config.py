@@ -23,6 +23,8 @@ Seconds = NewType("Seconds", float)
 ByteSize = NewType("ByteSize", int)
 
 Precision = Literal["fp32", "bf16", "fp16", "int8"]
+_NAME_PATTERN = r"^[a-z0-9-]{1,32}$"
+_PATTERNS = {DEVICE_PATTERN: "cpu, cuda, cuda:N", _NAME_PATTERN: "1 to 32 of a-z, 0-9 and -"}
 DeploymentType = Literal["colocated", "split"]
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -157,7 +159,7 @@ class SecuritySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole deployment as written in ``configs/*.yaml``."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,32}$")]
+    name: Annotated[str, Meta(pattern=_NAME_PATTERN)]
     deployment_type: DeploymentType
     model: ModelSection = ModelSection()
     workers: WorkersSection = WorkersSection()
@@ -270,7 +272,8 @@ def _allowed(message: str) -> str:
         if inner is None:
             return ""
         node = inner
-    allowed = _literals(node) or list(_fields(node))
+    patterns = [words for pattern, words in _PATTERNS.items() if f"'{pattern}'" in message]
+    allowed = patterns or _literals(node) or list(_fields(node))
     return f" (allowed: {', '.join(allowed)})" if allowed else ""
 
 

@@ -24,7 +24,10 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="Deployment file.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="Deployment file; else configs/local.yaml.", show_default=False
+    ),
 ]
 ConfigOption = Annotated[
     Path | None,

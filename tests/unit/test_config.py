@@ -67,6 +67,7 @@ def _write(tmp_path: Path, text: str) -> Path:
     ("extra", "parts"),
     [
         ("oops: 1", ["unknown field `oops`", "allowed: name,", "kv_reuse"]),
+        ("workers: {decode: {device: gpu}}", ["decode.device`", "allowed: cpu, cuda, cuda:N"]),
         ("store: {ram: 8GiB}", ["unknown field `store`"]),
         ("model: {pth: x}", ["unknown field `pth`", "`$.model`", "allowed: path,"]),
         ("model: x", ["Expected `object`", "`$.model`", "allowed: path,"]),

@@ -152,6 +152,20 @@ def test_bad_endpoints_are_found(changes: dict[str, object], words: str) -> None
         check_endpoints(make(**changes))
 
 
+@pytest.mark.parametrize(
+    ("gateway", "words"),
+    [
+        ({"http": "0.0.0.0:8000"}, "can be reached from other machines"),
+        ({"operators": ["ops"]}, "which no `gateway.api_keys` has"),
+    ],
+)
+def test_what_the_gateway_would_refuse_is_found_before_the_start(
+    gateway: dict[str, object], words: str
+) -> None:
+    with pytest.raises(BadConfig, match=words):
+        preflight.require_machine(make(gateway=gateway))
+
+
 def test_shared_memory_works_here() -> None:
     assert "works" in check_shared_memory()
 

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+from services.gateway.config import gateway_config
 from shared.config import Deployment, WorkerSection, parse_address
 from shared.errors import BadConfig, ResourceMissing
 from shared.kv.memory import available_memory
@@ -88,10 +89,17 @@ def check_endpoints(deployment: Deployment) -> str:
     return f"{len(endpoints)} endpoints, longest socket path {longest} of 107 bytes"
 
 
+def check_gateway(deployment: Deployment) -> str:
+    """Check addresses, keys and operators as the gateway does. Raises ``BadConfig``."""
+    keys = gateway_config(deployment).api_keys
+    return "asks for no key" if keys is None else f"{len(keys)} API keys"
+
+
 def check_machine_for(deployment: Deployment) -> list[Finding]:
     """Run the checks of this module that need no model."""
     return [
         attempt("http", lambda: check_port(deployment.gateway.http)),
+        attempt("gateway", lambda: check_gateway(deployment)),
         attempt("endpoints", lambda: check_endpoints(deployment)),
     ]
 

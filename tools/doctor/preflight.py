@@ -10,7 +10,7 @@ from shared.config import Deployment
 from shared.errors import ResourceMissing
 from shared.kernels.build import KernelsUnavailable, build, is_built
 from shared.known_models import KNOWN_MODELS
-from tools.doctor.deployment import check_endpoints, check_memory, check_port
+from tools.doctor.deployment import check_endpoints, check_gateway, check_memory, check_port
 from tools.doctor.machine import check_shared_memory
 from tools.doctor.model import ModelFiles, inspect_model
 from tools.fetch.fetch import fetch, is_fetched
@@ -20,6 +20,7 @@ _CONVERT_TIMEOUT = 1800.0
 
 def require_machine(deployment: Deployment) -> None:
     """Raise ``DiptychError`` with one sentence unless ports and shared memory are there."""
+    check_gateway(deployment)
     check_port(deployment.gateway.http)
     check_endpoints(deployment)
     check_shared_memory()
