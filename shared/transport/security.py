@@ -127,7 +127,10 @@ def _is_loopback(address: str) -> bool:
 def _load_server(root: Path) -> CurveServer:
     allowed = frozenset(_read_key(path) for path in sorted(root.glob("clients/*.public")))
     if not allowed:
-        raise BadConfig(f"{root / 'clients'} holds no *.public key: nobody could connect")
+        raise BadConfig(
+            f"{root / 'clients'} holds no *.public key, so nobody could connect: "
+            "make keys with `diptych keys DIR`, or correct `security.keys`"
+        )
     return CurveServer(secret=_read_key(root / "server.secret"), allowed=allowed)
 
 
