@@ -1,6 +1,8 @@
 """Real worker processes whose KV goes over sockets, with and without harm on the way."""
 
 import asyncio
+import contextlib
+import random
 import shutil
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -44,10 +46,17 @@ def run(run_async: RunAsync) -> Runner:
     return partial(run_async, timeout=110.0)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1]) % 40_000 + 20_000
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` free ports in a row, below those that connections take."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first
 
 
 async def pair_of(router: Rig, reader: str = "decode-0") -> PairStatus:
@@ -76,7 +85,7 @@ def test_a_pair_over_sockets_equals_the_reference(
     """
     changes: dict[str, object] = {"transfer": transfer}
     if over == "tcp":
-        changes["endpoints"] = {"kv": f"tcp://127.0.0.1:{free_port()}"}
+        changes["endpoints"] = {"kv": f"tcp://127.0.0.1:{free_ports(8)}"}
 
     async def check() -> None:
         config = make_config(directory, model, split=True, **changes)
