@@ -1,12 +1,12 @@
 """What the gateway needs from the deployment file."""
 
-import ipaddress
 from pathlib import Path
 
 from msgspec import Struct
 
 from shared.config import Deployment, SecuritySection, parse_address
 from shared.errors import BadConfig
+from shared.front_door import check_front_door
 from shared.runtime import client_endpoint, router_gateways_endpoint, runtime_dir
 
 
@@ -45,17 +45,7 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
         host, port = parse_address(section.http)
     except ValueError as error:
         raise BadConfig(f"`gateway.http`: {error}") from error
-    _check_keys(section.api_keys)
-    unknown = sorted(set(section.operators) - set((section.api_keys or {}).values()))
-    if unknown:
-        raise BadConfig(f"`gateway.operators` names {unknown}, which no `gateway.api_keys` has")
-    open_to_all = section.api_keys is None and not section.allow_anonymous
-    if open_to_all and not _is_loopback(host):
-        raise BadConfig(
-            f"`gateway.http: {section.http}` can be reached from other machines: set "
-            "`gateway.api_keys` (key: tenant), or listen on 127.0.0.1, or, where something "
-            "else keeps strangers out, set `gateway.allow_anonymous: true`"
-        )
+    check_front_door(deployment)
     return GatewayConfig(
         host=host,
         port=port,
@@ -74,21 +64,3 @@ def gateway_config(deployment: Deployment) -> GatewayConfig:
         silence=deployment.router.worker_timeout,
         drain_timeout=deployment.router.drain_timeout,
     )
-
-
-def _check_keys(keys: dict[str, str] | None) -> None:
-    for key, tenant in (keys or {}).items():
-        if not key or key != key.strip() or not tenant:
-            raise BadConfig(
-                "`gateway.api_keys` maps non-empty keys without surrounding spaces to "
-                "non-empty tenant names"
-            )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

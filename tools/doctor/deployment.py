@@ -3,9 +3,9 @@
 import socket
 from pathlib import Path
 
-from services.gateway.config import gateway_config
 from shared.config import Deployment, WorkerSection, parse_address
 from shared.errors import BadConfig, ResourceMissing
+from shared.front_door import check_front_door
 from shared.kv.memory import available_memory
 from shared.runtime import (
     client_endpoint,
@@ -91,7 +91,8 @@ def check_endpoints(deployment: Deployment) -> str:
 
 def check_gateway(deployment: Deployment) -> str:
     """Check addresses, keys and operators as the gateway does. Raises ``BadConfig``."""
-    keys = gateway_config(deployment).api_keys
+    check_front_door(deployment)
+    keys = deployment.gateway.api_keys
     return "asks for no key" if keys is None else f"{len(keys)} API keys"
 
 
