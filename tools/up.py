@@ -95,6 +95,7 @@ class _Session:
         self._console = console
         self._stop = stop
         self._processes = {p.name: p for p in processes(deployment)}
+        self._unanswered = False
         paths = run_paths(deployment)
         self._log_starts = {
             name: path.stat().st_size if (path := paths.log(name)).exists() else 0
@@ -145,10 +146,22 @@ class _Session:
         while not self._stop.requested:
             self._stop.wait(_TICK_RUNNING)
             if not self._stop.requested:
-                self._tick(run, watch)
+                self._look(run, watch)
             if time.monotonic() - checked > _LOG_CHECK:
                 shorten(run.paths.logs)
                 checked = time.monotonic()
+
+    def _look(self, run: Run, watch: Watch) -> None:
+        """Tell what happened; services run on under a supervisor that lives but is not heard."""
+        try:
+            self._tick(run, watch)
+        except ResourceMissing as error:
+            if run.alive and not self._unanswered:
+                text = f"[yellow]warning:[/yellow] {error.message}; the services run on"
+                self._console.print(text, soft_wrap=True)
+            self._unanswered = True
+        else:
+            self._unanswered = False
 
     def _tick(self, run: Run, watch: Watch) -> None:
         if not run.alive:

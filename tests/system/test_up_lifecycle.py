@@ -227,6 +227,24 @@ def test_a_dead_service_is_started_again_and_said(up: Up) -> None:
     assert up.finish()[0] == 0
 
 
+def test_a_supervisor_that_is_not_heard_is_no_reason_to_stop(up: Up) -> None:
+    """A cleaner of temporary folders, or a stalled machine, would end every service."""
+    up.start()
+    up.read_until("Ctrl-C")
+    pids = up.pids()
+    (up.root / "supervisor.sock").unlink()
+    assert "run on" in up.read_until("warning:")
+    os.kill(pids["prefill-0"], signal.SIGKILL)
+    wait_until(lambda: up.pids().get("prefill-0") != pids["prefill-0"], "not started again")
+    wait_until(lambda: "prefill-0" in up.pids(), "not ready again")
+    assert up.process is not None
+    up.process.send_signal(signal.SIGINT)
+    code, text = up.finish()
+    assert code == 0
+    assert text.count("warning:") == 1
+    assert up.leftovers() == []
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "gateway"])
 def test_a_refusing_service_stops_everything_with_its_sentence(up: Up, name: str) -> None:
     """Guards: a config error of one process is not retried for ever."""
