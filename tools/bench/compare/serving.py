@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.console import Console
 
 from shared.config import Deployment
@@ -32,6 +32,8 @@ from tools.bench.summary import LevelSummary, Spread
 OURS = "diptych"
 _VLLM = ("vllm-cpu-bf16", "vllm-cpu-w8a8")
 _GOAL_CLIENTS = 16
+_SEEDS_OF_A_TURN = 1000
+"""More than a turn has levels: each level takes a seed of its own."""
 
 
 class Served(Struct, frozen=True, kw_only=True):
@@ -84,8 +86,10 @@ def serve_in_turns(
             server = stack.enter_context(serving(peer, deployment.model.path, cores))
             server.signal(signal.SIGSTOP)
             servers.append(server)
-        for _ in range(rounds):
-            levels[OURS].append(_our_turn(deployment, config, plan, console))
+        for number in range(rounds):
+            # Other prompts every round: the peers' servers live on, and would have them cached.
+            turn = structs.replace(plan, seed=plan.seed + number * _SEEDS_OF_A_TURN)
+            levels[OURS].append(_our_turn(deployment, config, turn, console))
             for server in servers:
                 server.signal(signal.SIGCONT)
                 try:
@@ -93,7 +97,7 @@ def serve_in_turns(
                     target = Target.parse(server.url, None)
                     model = served_model(server.url, None)
                     levels.setdefault(server.name, []).append(
-                        measure(target, model, plan, [], console)
+                        measure(target, model, turn, [], console)
                     )
                 finally:
                     server.signal(signal.SIGSTOP)
