@@ -5,14 +5,15 @@ positions already applied, writes K and V into the pool and attends over the blo
 mask is registered under its name, so models hand over none and causality is decided here.
 """
 
-from typing import Final, Protocol, cast
+from typing import Final, Generic, Protocol, TypeVar, cast
 
 import torch
 from transformers import AttentionInterface
 
-from shared.engine.step import OnLayer, PackedStep
+from shared.engine.step import OnLayer
 from shared.errors import UnsupportedModel
-from shared.kernels import ops
+
+Batch = TypeVar("Batch", contravariant=True)
 
 ATTENTION_NAME: Final = "diptych_paged"
 
@@ -62,17 +63,61 @@ class Forward(Protocol):
         ...
 
 
-class PagedForward:
-    """One forward pass over the pool."""
+class Kernels(Protocol[Batch]):
+    """Attention and KV writes over a pool, on the CPU or on a device.
 
-    __slots__ = ("on_layer", "pools", "step")
+    ``shared.kernels.ops`` and ``shared.kernels.gpu.attention`` have them.
+    """
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        batch: Batch,
+        /,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend q [rows, heads, k_dim]; returns [rows, heads, v_dim]."""
+        ...
+
+    def kv_write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Store k, v [rows, kv_heads, dim] in their slots."""
+        ...
+
+
+class PagedForward(Generic[Batch]):
+    """One forward pass over the pool.
+
+    ``batch`` is what the kernels know the step by, ``slots`` [rows] where its KV goes;
+    ``on_layer(layer)`` is called for each layer in order.
+    """
+
+    __slots__ = ("_batch", "_kernels", "_on_layer", "_pools", "_slots")
 
     def __init__(
-        self, step: PackedStep, pools: list[LayerPool], on_layer: OnLayer | None = None
+        self,
+        kernels: Kernels[Batch],
+        batch: Batch,
+        slots: torch.Tensor,
+        pools: list[LayerPool],
+        on_layer: OnLayer | None,
     ) -> None:
-        self.step = step
-        self.pools = pools
-        self.on_layer = on_layer
+        self._kernels = kernels
+        self._batch = batch
+        self._slots = slots
+        self._pools = pools
+        self._on_layer = on_layer
 
     def run(
         self,
@@ -84,15 +129,15 @@ class PagedForward:
         window: int | None,
     ) -> torch.Tensor:
         """Write this layer's KV, announce it, attend. Returns [1, rows, heads, v_dim]."""
-        pool = self.pools[layer]
+        pool = self._pools[layer]
         if pool.writes:
-            ops.kv_write(_rows(key), _rows(value), pool.k, pool.v, self.step.slots)
-        if self.on_layer is not None:
-            self.on_layer(layer)
-        return ops.paged_attention(
+            self._kernels.kv_write(_rows(key), _rows(value), pool.k, pool.v, self._slots)
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        return self._kernels.paged_attention(
             _rows(query),
             (pool.k, pool.v),
-            self.step.batch,
+            self._batch,
             scaling=scores.scaling,
             window=window,
             softcap=scores.softcap,

@@ -7,6 +7,7 @@ import torch
 from shared.engine.attention import LayerPool, PagedForward
 from shared.engine.loading import HfModel
 from shared.engine.step import OnLayer, PackedStep
+from shared.kernels import ops
 from shared.kv.layout import KvLayout
 
 
@@ -36,6 +37,6 @@ class HfRunner:
             position_ids=step.positions,
             use_cache=False,
             logits_to_keep=keep,
-            paged_forward=PagedForward(step, self._pools, on_layer),
+            paged_forward=PagedForward(ops, step.batch, step.slots, self._pools, on_layer),
         ).logits[0]
         return logits

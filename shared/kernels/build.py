@@ -83,21 +83,15 @@ def build() -> Path:
         KernelsUnavailable: no compiler, no sources, a failed compilation, or a cache that
             cannot be written.
     """
-    if not SOURCE_DIR.is_dir():
-        raise KernelsUnavailable(f"the kernel sources are not installed ({SOURCE_DIR})")
-    shipped = SHIPPED_DIR / _fingerprint() / _LIBRARY
-    if shipped.is_file():
-        return shipped
-    compiler = find_compiler()
-    target = cache_dir() / "kernels" / _fingerprint(compiler)
-    library = target / _LIBRARY
+    library = _library()
     if library.is_file():
         return library
+    target = library.parent
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(target.with_name(f"{target.name}.lock"), _LOCK_TIMEOUT):
             if not library.is_file():
-                _build_into(target, compiler)
+                _build_into(target, find_compiler())
     except LockTimeout as error:
         raise KernelsUnavailable(
             f"another process has been compiling kernels for {_LOCK_TIMEOUT:.0f} s"
@@ -105,6 +99,21 @@ def build() -> Path:
     except OSError as error:
         raise KernelsUnavailable(f"cannot build kernels in {target.parent}: {error}") from error
     return library
+
+
+def is_built() -> bool:
+    """Say whether ``build`` has nothing left to do. Raises ``KernelsUnavailable`` as it does."""
+    return _library().is_file()
+
+
+def _library() -> Path:
+    """Return where the library is: shipped, or else in the cache, built or not."""
+    if not SOURCE_DIR.is_dir():
+        raise KernelsUnavailable(f"the kernel sources are not installed ({SOURCE_DIR})")
+    shipped = SHIPPED_DIR / _fingerprint() / _LIBRARY
+    if shipped.is_file():
+        return shipped
+    return cache_dir() / "kernels" / _fingerprint(find_compiler()) / _LIBRARY
 
 
 def ship() -> Path:
@@ -205,13 +214,6 @@ def _torch_version() -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return str(module.__version__)
-
-
-def is_built() -> bool:
-    """Say whether ``build`` has nothing left to do. Raises ``KernelsUnavailable`` as it does."""
-    if (SHIPPED_DIR / _fingerprint() / _LIBRARY).is_file():
-        return True
-    return (cache_dir() / "kernels" / _fingerprint(find_compiler()) / _LIBRARY).is_file()
 
 
 def _run(command: Sequence[str]) -> str:

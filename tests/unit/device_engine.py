@@ -8,7 +8,7 @@ import torch
 from shared.config import kv_dtype_for
 from shared.device.cpu import CpuDevice
 from shared.device.device import Graph
-from shared.engine.device.forward import Kernels
+from shared.engine.attention import Kernels
 from shared.engine.device.load import prepare_on
 from shared.engine.device.runner import DeviceRunner
 from shared.engine.engine import Engine
@@ -71,7 +71,7 @@ class PlainKernels:
 
 
 def device_driver(
-    directory: Path, device: RecordingDevice, kernels: Kernels, most: int
+    directory: Path, device: RecordingDevice, kernels: Kernels[Plan], most: int
 ) -> tuple[Driver, DeviceRunner]:
     """Load a tiny model; graphs for up to ``most`` sequences, none for 0."""
     request = LoadRequest(directory, "fp32", kv_dtype_for("fp32", None), BLOCK, None)

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from shared.engine.device.forward import Kernels
+from shared.engine.attention import Kernels
 from shared.engine.device.load import prepare_on
 from shared.engine.prepared import LoadRequest
 from shared.engine.probe import paged_logits
@@ -23,7 +23,7 @@ from shared.kernels.gpu import attention as kernels
 from shared.kernels.gpu import decode
 from shared.kernels.gpu.attention import kv_write, paged_attention
 from shared.kernels.gpu.decode import partition_count
-from shared.kernels.gpu.plan import plan_of
+from shared.kernels.gpu.plan import Plan, plan_of
 from shared.kernels.types import AttentionBatch
 from tests.unit.device_engine import PlainKernels, RecordingDevice
 from tests.unit.engine_models import BLOCK, CONFIGS, save_model
@@ -182,7 +182,7 @@ def test_kv_write_fills_its_slots_only(pool: torch.dtype, source: torch.dtype) -
 class Either(PlainKernels):
     """Plain kernels until ``chosen`` is others."""
 
-    chosen: Kernels = PlainKernels()
+    chosen: Kernels[Plan] = PlainKernels()
 
     def paged_attention(self, *arguments: Any, **options: Any) -> torch.Tensor:
         return self.chosen.paged_attention(*arguments, **options)
@@ -198,7 +198,7 @@ def test_a_model_computes_with_them_what_it_does_with_plain_kernels(tmp_path: Pa
     request = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
     prepared, runner = prepare_on(RecordingDevice(), request, either, "either")
     logits = []
-    for either.chosen in (PlainKernels(), cast(Kernels, kernels)):
+    for either.chosen in (PlainKernels(), cast(Kernels[Plan], kernels)):
         logits.append(
             torch.cat(paged_logits(runner, prepared.facts.layout, prepared.facts.embeddings))
         )

@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from shared.device.device import Device
 from shared.device.open import open_device
+from shared.engine.attention import Kernels
 from shared.engine.checks import inspect_model
 from shared.engine.comparison import difference, own_logits, require_equal, tolerance
-from shared.engine.device.forward import Kernels
 from shared.engine.device.runner import DeviceRunner
 from shared.engine.dtypes import LOADED_AS
 from shared.engine.engine import Engine
@@ -21,6 +21,7 @@ from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
 from shared.engine.rope import pin_rope
 from shared.engine.weights import check_weights
 from shared.errors import BadConfig, ResourceMissing
+from shared.kernels.gpu.plan import Plan
 from shared.kv.arena import KvArena
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
 
 
 def start(
-    device: Device, request: DeviceRequest, kernels: Kernels, attention: str
+    device: Device, request: DeviceRequest, kernels: Kernels[Plan], attention: str
 ) -> tuple[Engine, KvArena]:
     """Do as ``start_on``, on an opened device."""
     device.set_threads(request.threads)
@@ -88,7 +89,7 @@ def start(
     return engine, book
 
 
-def choose_kernels(place: torch.device) -> tuple[Kernels, str]:
+def choose_kernels(place: torch.device) -> tuple[Kernels[Plan], str]:
     """Return the attention to use and its name: FlashInfer's for prompts where it is installed."""
     # Here and not above: triton is only there where a device is.
     from shared.kernels.gpu import attention
@@ -97,12 +98,12 @@ def choose_kernels(place: torch.device) -> tuple[Kernels, str]:
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError:
-        return cast(Kernels, attention), "Triton attention"
+        return cast(Kernels[Plan], attention), "Triton attention"
     return FlashInferKernels(flashinfer, attention, place), "FlashInfer and Triton attention"
 
 
 def prepare_on(
-    device: Device, request: LoadRequest, kernels: Kernels, name: str
+    device: Device, request: LoadRequest, kernels: Kernels[Plan], name: str
 ) -> tuple[Prepared, DeviceRunner]:
     """Load the model onto the device and run every check there.
 

@@ -6,16 +6,15 @@ import numpy as np
 import torch
 
 from shared.device.device import Device, Event
-from shared.engine.attention import LayerPool
+from shared.engine.attention import Kernels, LayerPool, PagedForward
 from shared.engine.batch import SequenceInput
 from shared.engine.device.announcer import Announcer
 from shared.engine.device.buffers import StepTensors, pack, shape_of, tensors
-from shared.engine.device.forward import DeviceForward, Kernels
 from shared.engine.device.graphs import DecodeGraphs, buckets_up_to
 from shared.engine.loading import HfModel
 from shared.engine.step import OnLayer, PackedStep
 from shared.errors import ResourceMissing
-from shared.kernels.gpu.plan import work_of
+from shared.kernels.gpu.plan import Plan, work_of
 from shared.kv.layout import KvLayout
 
 
@@ -23,7 +22,7 @@ class DeviceRunner:
     """See ``ModelRunner``. Pools are on the device; steps and logits are in ordinary memory."""
 
     def __init__(
-        self, model: HfModel, layout: KvLayout, device: Device, kernels: Kernels, name: str
+        self, model: HfModel, layout: KvLayout, device: Device, kernels: Kernels[Plan], name: str
     ) -> None:
         self.name = f"transformers layers, {name}"
         self._model = model
@@ -142,7 +141,7 @@ class DeviceRunner:
             position_ids=step.positions.long(),
             use_cache=False,
             logits_to_keep=keep,
-            paged_forward=DeviceForward(self._kernels, step, self._pools, written),
+            paged_forward=PagedForward(self._kernels, step.plan, step.slots, self._pools, written),
         ).logits[0]
         return logits
 

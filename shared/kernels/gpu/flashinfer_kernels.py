@@ -25,7 +25,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class FlashInferKernels:
-    """See ``shared.engine.device.forward.Kernels``. Use from one thread only."""
+    """See ``shared.engine.attention.Kernels``. Use from one thread only."""
 
     def __init__(self, flashinfer: FlashInfer, own: Own, place: torch.device) -> None:
         self._flashinfer = flashinfer
