@@ -36,6 +36,17 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.fixture(scope="module")
+def model() -> Iterator[Path]:
+    """A tiny random model that workers serve."""
+    # Here and not above: most of these tests need neither torch nor transformers.
+    from tests.transport.worker_rig import make_model
+
+    path = short_directory()
+    yield make_model(path / "model")
+    shutil.rmtree(path)
+
+
 @pytest.fixture(params=["ipc", "tcp"])
 def endpoint(request: pytest.FixtureRequest, directory: Path) -> str:
     """Where to bind; the link's ``endpoint`` attribute is where to connect."""

@@ -1,7 +1,6 @@
 """Real worker processes whose KV is read by NIXL; skipped visibly where it is not installed."""
 
-import shutil
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 from shared.errors import ResourceMissing
 from shared.transport.bulk.nixl import load_library
 from tests.conftest import RunAsync
-from tests.transport.harness import short_directory
 from tests.transport.test_worker_host_path import gone, nothing_is_left, pair_of
 from tests.transport.test_worker_processes import LONG, PAIR, prompts, recover, reference
-from tests.transport.worker_rig import make_config, make_model, request, rig
+from tests.transport.worker_rig import make_config, request, rig
 
 Runner = Callable[[Coroutine[object, object, None]], None]
 NIXL = {"path": "nixl", "notify_layers": 1, "lease": "4s", "heartbeat": "500ms"}
@@ -25,20 +23,6 @@ except ResourceMissing as error:
     MISSING = error.message
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"pip install .[nixl]: {MISSING}")
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[Path]:
-    path = short_directory()
-    yield make_model(path / "model")
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import pytest
 from shared.ids import WorkerId
 from shared.transport.security import generate_keys
 from tests.conftest import RunAsync
-from tests.transport.harness import short_directory
 from tests.transport.test_worker_processes import LONG, recover, reference
-from tests.transport.worker_rig import Rig, make_config, make_model, request
+from tests.transport.worker_rig import Rig, make_config, request
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -55,20 +54,6 @@ def hosts() -> Iterator[None]:
         yield
     finally:
         ip("netns", "del", SPACE)
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[Path]:
-    path = short_directory()
-    yield make_model(path / "model")
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

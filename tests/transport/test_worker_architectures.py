@@ -1,8 +1,6 @@
 """Six architectures through a real prefill and a real decode process: split = unsplit."""
 
-import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,20 +8,12 @@ import torch
 
 from shared.ids import WorkerId
 from tests.conftest import RunAsync
-from tests.transport.harness import short_directory
 from tests.transport.worker_rig import BLOCK, Rig, make_config, request, rig
 from tests.unit.engine_models import CONFIGS, WINDOW, prompt, reference, save_model
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "mistral", "gpt_oss", "mixtral")
 OUTPUT = 2 * WINDOW
 LENGTHS = (1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, WINDOW - 1, WINDOW, WINDOW + 1, 40)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import random
-import shutil
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,29 +15,14 @@ from shared.ids import WorkerId
 from shared.messages.fleet import PairStatus
 from shared.messages.router_worker import TransferLost
 from tests.conftest import RunAsync
-from tests.transport.harness import short_directory
 from tests.transport.test_worker_processes import LONG, PAIR, prompts, recover, reference
-from tests.transport.worker_rig import Rig, make_config, make_model, request, rig
+from tests.transport.worker_rig import Rig, make_config, request, rig
 
 Runner = Callable[[Coroutine[object, object, None]], None]
 HOST = {"path": "host", "notify_layers": 1, "lease": "4s", "heartbeat": "500ms"}
 SMALL = {**HOST, "chunk_size": "4KiB", "window": 2, "stall_timeout": "300ms"}
 ELSEWHERE = "host" if find_spec("nixl") else "nixl"
 KINDS = ("delay", "drop", "duplicate", "reorder", "corrupt", "truncate", "stall")
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[Path]:
-    path = short_directory()
-    yield make_model(path / "model")
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """Real worker processes, real sockets, a tiny random model; the test plays the router."""
 
 import asyncio
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
@@ -26,27 +25,12 @@ from shared.messages.router_worker import (
     TransferLost,
 )
 from tests.conftest import RunAsync
-from tests.transport.harness import short_directory
 from tests.transport.worker_rig import BLOCK, ROOT, Rig, make_config, make_model, request, rig
 
 PAIR = ("prefill-0", "decode-0")
 LONG = tuple(3 + i * 7 % 90 for i in range(1500))
 
 Runner = Callable[[Coroutine[object, object, None]], None]
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[Path]:
-    path = short_directory()
-    yield make_model(path / "model")
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

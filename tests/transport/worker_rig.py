@@ -111,6 +111,7 @@ class Rig:
         self.reports: dict[bytes, Report] = {}
         self.messages: list[tuple[bytes, FromWorker]] = []
         self.byes: set[bytes] = set()
+        self._killed: set[bytes] = set()
         self._changed = asyncio.Event()
         self._last_dispatch = 0
         self._void = 0
@@ -142,7 +143,8 @@ class Rig:
         process.wait(DEADLINE)
         assert process.stderr is not None
         process.stderr.close()
-        del self.hellos[WorkerId(name)]
+        peer, _ = self.hellos.pop(WorkerId(name))
+        self._killed.add(peer)
 
     def send(self, worker: str, message: ToWorker) -> None:
         """Send to a worker that said hello."""
@@ -248,6 +250,8 @@ class Rig:
     def _on_message(self, peer: bytes, message: FromWorker) -> None:
         self.messages.append((peer, message))
         match message:
+            case WorkerHello() if peer in self._killed:
+                pass  # sent before its end, read after it: nobody waits for this life
             case WorkerHello():
                 self.hellos[message.worker] = (peer, message)
                 self.link.send(peer, WorkerWelcome(incarnation=self.incarnation))
