@@ -12,7 +12,7 @@ import msgspec
 import msgspec.inspect
 from msgspec import Meta, Struct
 
-from shared.device.names import DEVICE_PATTERN, device_problem
+from shared.device.names import DEVICE_PATTERN, device_problem, transfer_problem
 from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
@@ -364,6 +364,10 @@ def _check_roles(deployment: Deployment, source: str) -> None:
                 f"{source}: keys and values are {theirs} in `workers.prefill` and {ours} in "
                 "`workers.decode`: give both the same `kv_dtype`, since decode reads prefill's KV"
             )
+        cuda = (prefill.device != "cpu", decode.device != "cpu")
+        transfer = transfer_problem(deployment.transfer.path, deployment.transfer.codec, cuda=cuda)
+        if transfer is not None:
+            raise BadConfig(f"{source}: {transfer}")
     for role in ("prefill", "decode", "mixed"):
         section: WorkerSection | None = getattr(deployment.workers, role)
         if (role == "mixed") is not split and (section is None or section.count < 1):
@@ -373,7 +377,7 @@ def _check_roles(deployment: Deployment, source: str) -> None:
             )
         if section is None:
             continue
-        problem = device_problem(section.device, section.precision, split=split)
+        problem = device_problem(section.device, section.precision)
         if problem is not None:
             raise BadConfig(f"{source}: {problem} - at `$.workers.{role}.device`")
         if section.cores is not None:

@@ -121,6 +121,10 @@ class TransferFailed(DiptychError):
     retryable = True
 
 
+class NoPeerAccess(TransferFailed):
+    """One GPU cannot reach the other's memory."""
+
+
 class IncompatiblePeer(DiptychError):
     """Two processes disagree on model, layout or wire version; the sentence lists the fields."""
 
@@ -143,6 +147,10 @@ class ResourceMissing(DiptychError):
     """Port, memory, file or shared memory is not available."""
 
     code = "resource_missing"
+
+
+class DeviceLost(DiptychError):
+    """A GPU failed or hangs: the process cannot go on with it, another one may."""
 
 
 class NumericalError(DiptychError):

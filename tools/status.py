@@ -118,7 +118,7 @@ def _requests(counters: RouterCounters) -> str:
 
 
 def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
-    colour = "yellow" if pair.reason == "cannot_map" else "dim"
+    colour = "yellow" if pair.reason in ("cannot_map", "no_peer_access") else "dim"
     path = "no path yet" if pair.path is None else f"{pair.path} ({pair.reason})"
     text = (
         f"KV {pair.source} to {worker.worker}: {path}, {pair.transfers} hand-overs, "

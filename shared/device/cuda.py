@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from shared.device.cuda_arena import CudaArena
 from shared.device.cuda_memory import CupyMemory
+from shared.device.cuda_pool import BOOK_LAYOUT, CudaPool
 from shared.device.device import DeviceFacts, Event, Graph, KvMemory
 from shared.kv.arena import KvArena
-from shared.kv.layout import KvLayout, LayerKv
-
-_BOOK_LAYER: Final = LayerKv(heads=1, k_dim=1, v_dim=1)
+from shared.kv.layout import KvLayout
 
 
 class _Replay:
@@ -46,20 +45,16 @@ class CudaDevice:
             kind="cuda", name=self._name, memory_total=total, memory_free=free, unit=self._unit
         )
 
-    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, KvArena]:
-        """Take one allocation, and a host arena that only keeps its id and its generations.
-
-        The generations must be where another process's CPU can read them after a copy. The host
-        arena has a layout of its own, so that no peer takes it for the KV itself.
-        """
-        small = KvLayout(dtype=layout.dtype, block_size=layout.block_size, layers=(_BOOK_LAYER,))
-        book = KvArena.create(small, num_blocks)
+    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, CudaPool]:
+        """Take one allocation, and a small host arena for what a peer's CPU must read."""
+        book = KvArena.create(BOOK_LAYOUT, num_blocks)
         try:
             arena_id = book.descriptor().arena_id
-            return CudaArena.create(self.memory, layout, num_blocks, arena_id), book
+            arena = CudaArena.create(self.memory, layout, num_blocks, arena_id)
         except BaseException:
             book.close()
             raise
+        return arena, CudaPool(arena, book, self.memory, self._unit)
 
     def host_buffer(self, count: int) -> torch.Tensor:
         """Return pinned memory, from which copies do not hold this thread up."""

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
 
-from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout
+from shared.messages.prefill_decode import ArenaDescriptor
 
 
 class DeviceFacts(Struct, frozen=True, kw_only=True):
@@ -63,6 +65,33 @@ class KvMemory(Protocol):
         ...
 
 
+class SharedKv(Protocol):
+    """A pool as other processes see it, and the threads that move KV. ``KvArena`` is one."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """What a block looks like."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are to give out."""
+        ...
+
+    @property
+    def generations(self) -> NDArray[np.uint64]:
+        """uint64 ``[num_blocks]`` in shared memory, moved on before a block is written anew."""
+        ...
+
+    def descriptor(self) -> ArenaDescriptor:
+        """Return what a peer needs to read the pool."""
+        ...
+
+    def close(self) -> None:
+        """Take back what peers see."""
+        ...
+
+
 class Device(Protocol):
     """Where tensors live and steps run. Use from one thread only."""
 
@@ -75,8 +104,8 @@ class Device(Protocol):
         """Return name and memory as of now."""
         ...
 
-    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, KvArena]:
-        """Take KV memory, and what other processes see of it: its generations at least.
+    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, SharedKv]:
+        """Take KV memory, and what other processes see of it.
 
         Raises:
             ResourceMissing: the memory is not there.

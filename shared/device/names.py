@@ -20,15 +20,26 @@ def device_index(name: str) -> int | None:
     return None if kind == "cpu" else int(number or 0)
 
 
-def device_problem(device: str, precision: str, *, split: bool) -> str | None:
-    """Say what a worker on ``device`` cannot do yet, and what to write instead."""
+def device_problem(device: str, precision: str) -> str | None:
+    """Say what a worker on ``device`` cannot do, and what to write instead."""
     if device == "cpu":
         return None
-    if split:
-        return (
-            "KV in a GPU's memory does not move between processes yet: "
-            "use `deployment_type: colocated`, or `device: cpu`"
-        )
     if precision == "int8":
         return "`precision: int8` is for CPUs: on a GPU use bf16, fp16 or fp32"
+    return None
+
+
+def transfer_problem(path: str, codec: str, *, cuda: tuple[bool, bool]) -> str | None:
+    """Say which part of ``transfer`` cannot carry KV of a GPU; ``cuda``: prefill's, decode's."""
+    if not any(cuda):
+        return None
+    if path == "nixl":
+        return "`transfer.path: nixl` is for KV in the machine's memory: use auto, ipc or host"
+    if path == "ipc" and not all(cuda):
+        return (
+            "`transfer.path: ipc` needs the KV of both roles in GPUs' memory, or of both in the "
+            "machine's: use auto or host"
+        )
+    if codec not in ("none", "auto"):
+        return f"`transfer.codec: {codec}` is for CPUs: KV of a GPU travels as it is, use none"
     return None

@@ -5,6 +5,7 @@ from typing import Any, Final, Protocol
 from msgspec import Struct
 
 from shared.device.cpu import CpuDevice
+from shared.device.cuda_memory import CupyMemory, unit_of
 from shared.device.device import Device
 from shared.device.names import device_index
 from shared.errors import ResourceMissing
@@ -57,7 +58,6 @@ def open_device(name: str) -> Device:
     import torch
 
     from shared.device.cuda import CudaDevice
-    from shared.device.cuda_memory import CupyMemory
     from shared.device.cuda_view import view
 
     found = find_device(index, TorchBuild(torch.__version__, torch.version.cuda), import_module)
@@ -140,6 +140,4 @@ def _examine(runtime: Any, index: int, where: str) -> Finding:  # noqa: ANN401
             f"{where}: {name} has compute capability {capability[0]}.{capability[1]}; "
             "8.0 (Ampere) or newer is needed"
         )
-    unit = facts.get("uuid", b"")
-    unit = unit.hex() if isinstance(unit, bytes) else str(unit)
-    return Finding(index, name, unit, " MIG " in name)
+    return Finding(index, name, unit_of(facts), " MIG " in name)

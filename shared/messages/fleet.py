@@ -11,12 +11,22 @@ WorkerHealth = Literal["ready", "draining", "hung", "lost"]
 PathRule = Literal["auto", "ipc", "host", "nixl"]
 KvPath = Literal["ipc", "host", "nixl"]
 PathReason = Literal[
-    "configured", "self_test", "other_host", "cannot_map", "nixl_missing", "nixl_failed"
+    "configured",
+    "self_test",
+    "other_host",
+    "cannot_map",
+    "nixl_missing",
+    "nixl_failed",
+    "mixed_memory",
+    "no_peer_access",
+    "mig",
 ]
 """Why a pair uses its path.
 
 Fallbacks: ``cannot_map``, one host, but the self-test failed; ``nixl_missing``, one side lacks
-the library or it did not start; ``nixl_failed``, its self-test failed.
+the library or it did not start; ``nixl_failed``, its self-test failed; ``mixed_memory``, one side's
+KV is in a GPU's memory and the other's is not; ``no_peer_access``, one GPU cannot reach the other;
+``mig``, a GPU is a MIG slice, which shares no memory.
 """
 CodecRule = Literal["none", "int8", "k8v4", "k4v4", "cachegen", "sparse", "auto"]
 CodecReason = Literal["configured", "planned", "declined", "unknown", "shared_memory"]

@@ -1,6 +1,8 @@
 """Decode (DEALER, connects) <-> prefill (ROUTER, binds): the KV hand-over. No KV bytes here."""
 
-from msgspec import Struct
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
 
 from shared.errors import ErrorPayload
 from shared.ids import HostId, Incarnation, TransferId, WorkerId
@@ -52,14 +54,38 @@ class AbortTransfer(Struct, tag="abort", frozen=True, kw_only=True):
 FromDecode = PeerHello | OpenTransfer | Acknowledge | RenewLeases | AbortTransfer
 
 
+CUDA_HANDLE_BYTES: Final = 64
+"""Of a CUDA IPC handle. CuPy takes exactly so many, so a handle of another size is no message."""
+
+
+class CudaDescriptor(Struct, frozen=True, kw_only=True):
+    """A pool in a GPU's memory. ``unit`` is the GPU's UUID, ``size`` that of the allocation.
+
+    ``handle`` is CUDA's for mapping it, None where the GPU exports none. ``sliced``: the GPU is a
+    MIG slice. ``layout`` is ``KvLayout.fingerprint()``.
+    """
+
+    unit: Annotated[str, Meta(max_length=64)]
+    size: int
+    layout: Annotated[str, Meta(max_length=64)]
+    handle: (
+        Annotated[bytes, Meta(min_length=CUDA_HANDLE_BYTES, max_length=CUDA_HANDLE_BYTES)] | None
+    ) = None
+    sliced: bool = False
+
+
 class ArenaDescriptor(Struct, frozen=True, kw_only=True):
-    """How a peer on the same host maps this worker's pool: ``/proc/<pid>/fd/<fd>``."""
+    """How a peer on the same host maps this worker's pool: ``/proc/<pid>/fd/<fd>``.
+
+    With ``cuda`` the KV is in a GPU's memory, and that file holds its id and generations only.
+    """
 
     pid: int
     fd: int
     size: int
     num_blocks: int
     arena_id: int
+    cuda: CudaDescriptor | None = None
 
 
 class NixlDescriptor(Struct, frozen=True, kw_only=True):

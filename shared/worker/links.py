@@ -7,13 +7,14 @@ from collections.abc import Callable
 import zmq
 
 from shared.config import SecuritySection
+from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload
 from shared.fault_rules import FaultsSection
 from shared.ids import Incarnation, WorkerId
-from shared.kv.arena import KvArena
 from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
 from shared.messages.router_worker import FromWorker, ToWorker
 from shared.transport.bulk.server import HostServer
+from shared.transport.bulk.stage import OutStage
 from shared.transport.link import DealerLink, RouterLink
 from shared.transport.liveness import PidWatch, watch_pid
 from shared.transport.security import security_for
@@ -79,8 +80,17 @@ class Links:
         bulk = 0 if self._server is None else self._server.stats.rejected
         return self._rejected_before + live + self.readers.rejected + self.router.rejected + bulk
 
-    def serve(self, endpoint: str, arena: KvArena, faults: FaultsSection | None) -> None:
-        """Let readers fetch KV over sockets, with faults if the deployment asks for them."""
+    def serve(
+        self,
+        endpoint: str,
+        arena: SharedKv,
+        faults: FaultsSection | None,
+        stage: OutStage | None = None,
+    ) -> None:
+        """Let readers fetch KV over sockets, with faults if the deployment asks for them.
+
+        ``stage`` as for ``HostServer``.
+        """
         if faults is not None and faults.chunks:
             log.warning("%d faults are injected into KV chunks (`faults:`)", len(faults.chunks))
         self._server = HostServer(
@@ -90,6 +100,7 @@ class Links:
             worker=self._identity.decode().partition("#")[0],
             security=security_for(endpoint, self._security, "bind"),
             faults=faults,
+            stage=stage,
         )
 
     def connect(self, source: SourceKey, endpoint: str) -> None:

@@ -9,9 +9,11 @@ import zmq
 from msgspec import Struct
 
 from shared.config import SecuritySection
+from shared.device.cuda_pool import CudaPool
+from shared.device.cuda_stage import CudaLand
+from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload, TransferFailed
 from shared.ids import HostId
-from shared.kv.arena import KvArena
 from shared.messages.fleet import KvPath, PathReason
 from shared.transport.bulk.faults import FaultyCopies
 from shared.transport.bulk.fetches import Failed
@@ -24,12 +26,14 @@ from shared.transport.bulk.reader import (
     Peer,
     ReaderLimits,
 )
+from shared.transport.bulk.stage import InStage, in_memory
 from shared.transport.security import security_for
 from shared.worker.copier import Copier
+from shared.worker.device_copier import DeviceCopier
 from shared.worker.effects import Copy, MapArena
 from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
 from shared.worker.nixl_reader import NixlReader, Reads
-from shared.worker.paths import Choice, CodecTerms, choose
+from shared.worker.paths import Choice, CodecTerms, choose, memory_apart
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ NO_EXTRAS: Final = Extras()
 
 
 class Movers:
-    """Shared memory (``Copier``) and sockets (``HostReader``) behind one interface.
+    """Shared memory (``Copier``, ``DeviceCopier``) and sockets (``HostReader``), one interface.
 
     Every job is answered once by ``Copied`` or ``CopyFailed``; a source whose self-test fails
     on every path allowed is a ``SourceLost``.
@@ -62,7 +66,7 @@ class Movers:
 
     def __init__(
         self,
-        target: KvArena,
+        target: SharedKv,
         post: Callable[[Event], None],
         *,
         host: HostId,
@@ -78,15 +82,31 @@ class Movers:
         self._security = security
         self._routes: dict[SourceKey, _Route] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._copier = Copier(target, self._from_copier, mapped=self._mapped, faults=extras.faults)
+        self._cuda = target.descriptor().cuda
+        self._copier: Copier | DeviceCopier
+        stage: InStage | None = None
+        if isinstance(target, CudaPool):
+            stage = CudaLand(target, limits.chunk_bytes)
+            self._copier = DeviceCopier(
+                *(target, self._from_copier),
+                mapped=self._mapped,
+                refused=self._refused,
+                faults=extras.faults,
+            )
+        else:
+            self._copier = Copier(
+                in_memory(target), self._from_copier, mapped=self._mapped, faults=extras.faults
+            )
         self._nixl: NixlReader | None = None
         if extras.nixl is not None:
             patience = limits.fetch.stall * limits.fetch.attempts
             self._nixl = NixlReader(
-                extras.nixl, target, self._from_copier, seconds=patience, met=self._met
+                *(extras.nixl, in_memory(target), self._from_copier),
+                seconds=patience,
+                met=self._met,
             )
         self._reader: HostReader[SourceKey] = HostReader(
-            self._context, target, limits, self._from_reader_thread
+            self._context, target, limits, self._from_reader_thread, stage
         )
 
     @property
@@ -106,7 +126,13 @@ class Movers:
     def open(self, effect: MapArena) -> None:
         """Find the path to a source; answered by ``PathChosen`` or ``SourceLost``."""
         both = self._nixl is not None and effect.nixl is not None
-        choice = choose(effect.path, same_host=self.same_host(effect), bulk=effect.bulk, nixl=both)
+        choice = choose(
+            effect.path,
+            same_host=self.same_host(effect),
+            bulk=effect.bulk,
+            nixl=both,
+            apart=memory_apart(self._cuda, effect.arena.cuda),
+        )
         if isinstance(choice, DiptychError):
             self._lost(effect.source, choice.payload())
             return
@@ -214,13 +240,20 @@ class Movers:
     def _from_copier(self, event: Event) -> None:
         if isinstance(event, SourceLost):
             route = self._routes.get(event.source)
-            if route is not None and route.choice.fallback and event.error.retryable:
-                former: PathReason = "cannot_map" if route.choice.path == "ipc" else "nixl_failed"
-                log.warning("%s: %s; KV comes by host", former, event.error.message)
-                route.choice = Choice("host", former)
-                self._connect(route)
-                return
+            nixl = route is not None and route.choice.path == "nixl"
+            self._refused(event.source, "nixl_failed" if nixl else "cannot_map", event.error)
+            return
         self._post(event)
+
+    def _refused(self, source: SourceKey, reason: PathReason, error: ErrorPayload) -> None:
+        """Fall back from a path whose self-test failed, where that is allowed and can help."""
+        route = self._routes.get(source)
+        if route is None or not route.choice.fallback or not error.retryable:
+            self._post(SourceLost(source, error))
+            return
+        log.warning("%s: %s; KV comes by host", reason, error.message)
+        route.choice = Choice("host", reason)
+        self._connect(route)
 
     def _from_reader_thread(self, outcome: Outcome[SourceKey]) -> None:
         self._loop.call_soon_threadsafe(self._from_reader, outcome)

@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared.clock import MonotonicClock
+from shared.device.cuda_pool import CudaPool
+from shared.device.cuda_stage import CudaLift
+from shared.device.device import SharedKv
 from shared.engine.engine import Engine
 from shared.engine.model_files import resolve_model
-from shared.errors import DiptychError, IncompatiblePeer, ResourceMissing
+from shared.errors import DeviceLost, DiptychError, IncompatiblePeer, ResourceMissing
 from shared.ids import new_incarnation
 from shared.kv.arena import KvArena
 from shared.kv.block_pool import BlockPool
@@ -22,6 +25,7 @@ from shared.transport.bulk.faults import FaultyCopies
 from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.nixl import NixlEnd
 from shared.transport.bulk.reader import ReaderLimits
+from shared.transport.bulk.stage import in_memory
 from shared.worker.effects import (
     CloseSource,
     ConnectSource,
@@ -58,6 +62,9 @@ log = logging.getLogger(__name__)
 _TICK = 0.1
 _FAILED_STEPS_IN_A_ROW = 3
 _IDLE_BEFORE_CHECK = 30
+_SLABS = 2
+"""Chunks staged out of a GPU's memory, as a multiple of a reader's window. A reader has half its
+window at one source at most, so it takes four that hang to hold the others up."""
 
 
 async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
@@ -81,7 +88,7 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
             arena.close()
 
 
-def load_engine(settings: WorkerSettings) -> tuple[Engine, KvArena]:
+def load_engine(settings: WorkerSettings) -> tuple[Engine, SharedKv]:
     """Load and check the model and take the KV memory."""
     model_dir = resolve_model(settings.model)
     if settings.device != "cpu":
@@ -105,7 +112,7 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, KvArena]:
     return engine, arena
 
 
-def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, KvArena]:
+def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, SharedKv]:
     # Here and not above: they import transformers, and what a CPU worker need not have.
     from shared.engine.device.load import DeviceRequest, start_on
     from shared.engine.prepared import LoadRequest
@@ -131,14 +138,15 @@ class WorkerService:
     """Turns messages, steps and copies into events, and effects into messages, steps, copies."""
 
     def __init__(
-        self, settings: WorkerSettings, engine: Engine, arena: KvArena, thread: ThreadPoolExecutor
+        self, settings: WorkerSettings, engine: Engine, arena: SharedKv, thread: ThreadPoolExecutor
     ) -> None:
         self._settings = settings
         self._clock = MonotonicClock()
         self._queue: deque[Event] = deque()
         self._failed_steps = 0
         self._idle_ticks = 0
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
         self._incarnation = new_incarnation()
         self._ready = ReadyFile(Path(settings.runtime_dir), settings.worker)
         self._announced = False
@@ -282,7 +290,11 @@ class WorkerService:
         else:
             self._over.set_exception(error)
 
-    def _identity(self, engine: Engine, arena: KvArena) -> WorkerIdentity:
+    def _device_lost(self, error: DeviceLost) -> None:
+        """End the process; told by whichever thread copies."""
+        self._loop.call_soon_threadsafe(self._end, ServiceFailed(error.message))
+
+    def _identity(self, engine: Engine, arena: SharedKv) -> WorkerIdentity:
         settings = self._settings
         return WorkerIdentity(
             worker=settings.worker,
@@ -299,17 +311,22 @@ class WorkerService:
             ),
             arena=arena.descriptor(),
             path=settings.transfer.path,
-            codec=settings.transfer.codec,
+            codec="none" if isinstance(arena, CudaPool) else settings.transfer.codec,
             nixl=None if self._nixl is None else self._nixl.descriptor,
             bulk_endpoint=None if settings.transfer.path == "ipc" else settings.bulk_advertised,
         )
 
-    def _movers_for(self, arena: KvArena, identity: WorkerIdentity) -> Movers:
+    def _movers_for(self, arena: SharedKv, identity: WorkerIdentity) -> Movers:
         """Open what KV bytes need; what is open already is closed on failure."""
         settings, transfer = self._settings, self._settings.transfer
         try:
+            stage: CudaLift | None = None
+            if isinstance(arena, CudaPool):
+                arena.when_lost(self._device_lost)
             if identity.bulk_endpoint is not None:
-                self._links.serve(settings.bulk_endpoint, arena, settings.faults)
+                if isinstance(arena, CudaPool):
+                    stage = CudaLift(arena, _SLABS * transfer.window, transfer.chunk_size)
+                self._links.serve(settings.bulk_endpoint, arena, settings.faults, stage)
             return Movers(
                 arena,
                 self.post,
@@ -327,11 +344,11 @@ class WorkerService:
             raise
 
 
-def _nixl_end(settings: WorkerSettings, name: bytes, arena: KvArena) -> NixlEnd | None:
+def _nixl_end(settings: WorkerSettings, name: bytes, arena: SharedKv) -> NixlEnd | None:
     if settings.transfer.path != "nixl":
         return None
     try:
-        return NixlEnd(name.decode(), arena, STAGING_BYTES)
+        return NixlEnd(name.decode(), in_memory(arena), STAGING_BYTES)
     except DiptychError as error:
         log.warning("%s; KV travels by host", error.message)
         return None
@@ -345,7 +362,7 @@ def _copy_faults(settings: WorkerSettings) -> FaultyCopies | None:
     return FaultyCopies(faults, settings.worker)
 
 
-def _limits(settings: WorkerSettings, engine: Engine, arena: KvArena) -> WorkerLimits:
+def _limits(settings: WorkerSettings, engine: Engine, arena: SharedKv) -> WorkerLimits:
     return WorkerLimits(
         max_batch_tokens=settings.max_batch_tokens,
         max_sequences=settings.max_sequences,

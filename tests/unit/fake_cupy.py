@@ -1,6 +1,12 @@
-"""As much of CuPy as we use, over the machine's own memory, with every error it can answer."""
+"""As much of CuPy as we use, over the machine's own memory, with every error it can answer.
+
+Streams are late on purpose: a copy is done when an event behind it is asked for, and no sooner. So
+whoever trusts bytes before the event finds those of before.
+"""
 
 import ctypes
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +21,11 @@ class FakeCudaError(RuntimeError):
 
 
 class FakeRuntime:
-    """``cupy.cuda.runtime``. ``fails`` maps a function's name to the status that it answers."""
+    """``cupy.cuda.runtime``. ``fails`` maps a function's name to the status that it answers.
+
+    ``mapped`` counts how often each address is open. ``hung``: events never pass. ``on_copy`` is
+    called when copies are about to be done.
+    """
 
     exported: dict[bytes, int] = {}
     """What all processes of the machine have exported."""
@@ -28,7 +38,16 @@ class FakeRuntime:
         self.room = 64 << 20
         self.fails: dict[str, int] = {}
         self.taken: dict[int, Any] = {}
-        self.mapped: list[int] = []
+        self.pinned: dict[int, Any] = {}
+        self.mapped: dict[int, int] = {}
+        self.no_peers = False
+        self.hung = False
+        self.on_copy: Callable[[], None] = lambda: None
+        self.copies = 0
+        self.streams: dict[int, list[tuple[int, int, int]]] = {}
+        self.events: dict[int, tuple[int, int]] = {}
+        self._numbers = iter(range(1, 1 << 30))
+        self._lock = threading.RLock()
 
     def _may(self, function: str) -> None:
         if function in self.fails:
@@ -73,19 +92,87 @@ class FakeRuntime:
     def ipcGetMemHandle(self, address: int) -> bytes:
         self._may("ipcGetMemHandle")
         assert address in self.taken, "CUDA exports whole allocations only"
-        handle = b"handle" + address.to_bytes(8, "little")
+        handle = b"handle" + address.to_bytes(8, "little") + bytes(50)
         self.exported[handle] = address
         return handle
 
     def ipcOpenMemHandle(self, handle: bytes) -> int:
         self._may("ipcOpenMemHandle")
-        if handle not in self.exported:
+        if len(handle) != 64:
+            raise IndexError("not enough values found during array assignment")
+        if handle not in self.exported or self.exported[handle] in self.taken:
             raise FakeCudaError(201, "cudaErrorDeviceUninitialized: invalid device context")
-        self.mapped.append(self.exported[handle])
-        return self.exported[handle]
+        address = self.exported[handle]
+        self.mapped[address] = self.mapped.get(address, 0) + 1
+        return address
 
     def ipcCloseMemHandle(self, address: int) -> None:
-        self.mapped.remove(address)
+        self.mapped[address] -= 1
+        if not self.mapped[address]:
+            del self.mapped[address]
+
+    def deviceCanAccessPeer(self, index: int, other: int) -> int:
+        assert index != other
+        return int(not self.no_peers)
+
+    def hostAlloc(self, size: int, flags: int) -> int:
+        self._may("hostAlloc")
+        assert flags == 1
+        memory = (ctypes.c_uint8 * size)()
+        self.pinned[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def freeHost(self, address: int) -> None:
+        del self.pinned[address]
+
+    def streamCreateWithFlags(self, flags: int) -> int:
+        assert flags == 1, "the default stream would wait for a blocking one"
+        number = next(self._numbers)
+        self.streams[number] = []
+        return number
+
+    def streamDestroy(self, stream: int) -> None:
+        del self.streams[stream]
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        assert flags == 2
+        number = next(self._numbers)
+        self.events[number] = (0, 0)
+        return number
+
+    def eventDestroy(self, event: int) -> None:
+        del self.events[event]
+
+    def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        self._may("memcpyAsync")
+        assert kind == 4 and stream in self.streams and size > 0
+        with self._lock:
+            self.streams[stream].append((target, source, size))
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self._may("eventRecord")
+        with self._lock:
+            self.events[event] = (stream, len(self.streams[stream]))
+
+    def eventQuery(self, event: int) -> int:
+        """Do what is queued before the event, then say that it has passed."""
+        if "eventQuery" in self.fails:
+            return self.fails["eventQuery"]
+        if self.hung:
+            return 600
+        with self._lock:
+            stream, count = self.events[event]
+            queued = self.streams.get(stream, [])
+            if count:
+                self.on_copy()
+            for target, source, size in queued[:count]:
+                ctypes.memmove(target, source, size)
+                self.copies += 1
+            del queued[:count]
+            for other, (of, at) in self.events.items():
+                if of == stream:
+                    self.events[other] = (of, max(0, at - count))
+        return 0
 
 
 class FakeCupy:

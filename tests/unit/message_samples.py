@@ -58,6 +58,8 @@ def _value(node: inspect.Type, full: bool) -> object:
         return tuple(_value(item, full) for item in node.item_types)
     if isinstance(node, inspect.DictType):
         return {_value(node.key_type, full): _value(node.value_type, full)} if full else {}
+    if isinstance(node, inspect.BytesType) and node.min_length:
+        return bytes(range(node.min_length))
     plain: dict[type[inspect.Type], object] = {
         inspect.IntType: 2**53 - 1,
         inspect.FloatType: 0.125,

@@ -156,8 +156,19 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             ["allowed: cpu, cuda, cuda:N", "`$.workers.mixed.device`"],
         ),
         (
-            "name: a\ndeployment_type: split\nworkers: {prefill: {device: cuda}, decode: {}}\n",
-            ["does not move between processes yet", "colocated", "`$.workers.prefill.device`"],
+            "name: a\ndeployment_type: split\ntransfer: {path: ipc}\n"
+            "workers: {prefill: {device: cuda}, decode: {}}\n",
+            ["`transfer.path: ipc`", "both roles", "auto or host"],
+        ),
+        (
+            "name: a\ndeployment_type: split\ntransfer: {path: nixl}\n"
+            "workers: {prefill: {device: cuda}, decode: {device: cuda}}\n",
+            ["`transfer.path: nixl`", "machine's memory"],
+        ),
+        (
+            "name: a\ndeployment_type: split\ntransfer: {codec: k8v4}\n"
+            "workers: {prefill: {}, decode: {device: cuda}}\n",
+            ["`transfer.codec: k8v4` is for CPUs"],
         ),
         (
             "name: a\ndeployment_type: colocated\n"

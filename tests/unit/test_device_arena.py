@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 
 from shared.device.cpu import CpuDevice
 from shared.device.cuda import CudaDevice
-from shared.device.cuda_arena import CudaArena, cuda_arena_size
+from shared.device.cuda_arena import CudaArena
+from shared.device.cuda_layout import cuda_arena_size
 from shared.device.cuda_memory import CupyMemory
-from shared.errors import IncompatiblePeer, ResourceMissing, TransferFailed
+from shared.device.cuda_pool import CudaPool
+from shared.errors import IncompatiblePeer, ResourceMissing
+from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
 from tests.unit.fake_cupy import FakeCupy, FakeRuntime, view
 
@@ -60,44 +62,6 @@ def test_all_kv_is_one_allocation(runtime: FakeRuntime) -> None:
     arena.close()
 
 
-def test_a_peer_maps_what_the_owner_wrote(runtime: FakeRuntime) -> None:
-    owner = CudaArena.create(memory(runtime), LAYOUT, 5, ID)
-    handle = owner.handle("unit", ID)
-    wire = msgspec.json.decode(msgspec.json.encode(handle), type=type(handle))
-    other = FakeRuntime()
-    peer = CudaArena.open(memory(other), wire, LAYOUT)
-    owner.v(1)[3, 2] = 7.0
-    assert peer.read_only
-    assert torch.equal(peer.v(1), owner.v(1))
-    peer.close()
-    assert not other.mapped
-    owner.close()
-
-
-def test_memory_of_a_restarted_owner_is_not_taken_for_the_old(runtime: FakeRuntime) -> None:
-    """CUDA may give a new allocation an old handle's address."""
-    owner = CudaArena.create(memory(runtime), LAYOUT, 5, ID)
-    handle = msgspec.structs.replace(owner.handle("unit", ID), arena_id=ID + 1)
-    other = FakeRuntime()
-    with pytest.raises(TransferFailed, match="another arena than announced"):
-        CudaArena.open(memory(other), handle, LAYOUT)
-    assert not other.mapped
-    owner.close()
-
-
-def test_other_layouts_and_sizes_are_refused_before_anything_is_mapped(
-    runtime: FakeRuntime,
-) -> None:
-    owner = CudaArena.create(memory(runtime), LAYOUT, 5, ID)
-    handle = owner.handle("unit", ID)
-    replaced = msgspec.structs.replace
-    for change in ({"layout": "0" * 32}, {"size": handle.size + 1}, {"num_blocks": 0}):
-        with pytest.raises(IncompatiblePeer):
-            CudaArena.open(memory(runtime), replaced(handle, **change), LAYOUT)
-    assert not runtime.mapped
-    owner.close()
-
-
 def test_a_pool_too_large_says_what_is_free(runtime: FakeRuntime) -> None:
     runtime.room = 1 << 20
     with pytest.raises(ResourceMissing, match=r"has 1 of 1 MiB free; lower `kv_memory`"):
@@ -111,36 +75,20 @@ def test_other_failures_to_allocate_keep_cudas_words(runtime: FakeRuntime) -> No
         CudaArena.create(memory(runtime), LAYOUT, 5, ID)
 
 
-def test_a_mig_slice_exports_nothing(runtime: FakeRuntime) -> None:
-    arena = CudaArena.create(memory(runtime, sliced=True), LAYOUT, 5, ID)
-    with pytest.raises(ResourceMissing, match=r"MIG slice.*transfer\.path: host"):
-        arena.handle("unit", ID)
-    arena.close()
-
-
-def test_refused_ipc_says_what_containers_need(runtime: FakeRuntime) -> None:
-    arena = CudaArena.create(memory(runtime), LAYOUT, 5, ID)
-    handle = arena.handle("unit", ID)
-    runtime.fails = {"ipcGetMemHandle": 801, "ipcOpenMemHandle": 801}
-    with pytest.raises(ResourceMissing, match=r"exports no memory.*`ipc: host`"):
-        arena.handle("unit", ID)
-    with pytest.raises(TransferFailed, match=r"maps no peer's memory.*`ipc: host`"):
-        CudaArena.open(memory(runtime), handle, LAYOUT)
-    arena.close()
-
-
 def test_generations_lie_where_other_processes_can_read_them(runtime: FakeRuntime) -> None:
     """The device's memory cannot be read by a peer's CPU after each copy; the book can."""
     device = CudaDevice(0, memory(runtime), "NVIDIA H200", "unit")
     pool, book = device.kv_memory(LAYOUT, 5)
     assert pool.num_blocks == book.num_blocks == len(book.generations) == 5
-    assert book.layout.fingerprint() != LAYOUT.fingerprint()
     assert not pool.read_only
+    assert isinstance(book, CudaPool) and book.layout == LAYOUT
+    with pytest.raises(IncompatiblePeer):
+        KvArena.open(book.descriptor(), LAYOUT)
     facts = device.facts()
     assert (facts.kind, facts.name) == ("cuda", "NVIDIA H200")
     assert facts.memory_total - facts.memory_free == cuda_arena_size(LAYOUT, 5)
-    pool.close()
     book.close()
+    pool.close()
 
 
 def test_no_book_is_left_when_the_device_has_no_room(runtime: FakeRuntime) -> None:

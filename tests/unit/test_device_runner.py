@@ -7,12 +7,11 @@ import torch
 
 from shared.device.cuda import CudaDevice
 from shared.device.cuda_memory import CupyMemory
-from shared.device.device import KvMemory
+from shared.device.device import KvMemory, SharedKv
 from shared.engine.batch import OpenSequence, SequenceInput, StepInput
 from shared.engine.device.load import DeviceRequest, prepare_on, start
 from shared.engine.prepared import LoadRequest
 from shared.errors import BadConfig, ResourceMissing
-from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout
 from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
@@ -116,7 +115,7 @@ class FakeGpu(RecordingDevice):
         memory = CupyMemory(FakeCupy(self.runtime), 0, view, sliced=False)
         self._cuda = CudaDevice(0, memory, "fake", "unit")
 
-    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, KvArena]:
+    def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, SharedKv]:
         return self._cuda.kv_memory(layout, num_blocks)
 
 

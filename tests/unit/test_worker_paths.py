@@ -15,8 +15,8 @@ from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv.arena import KvArena
 from shared.kv.codecs.registry import CODEC_NAMES
 from shared.kv.layout import KvLayout, LayerKv
-from shared.messages.fleet import CodecRule, PathRule
-from shared.messages.prefill_decode import NixlDescriptor
+from shared.messages.fleet import CodecRule, PathReason, PathRule
+from shared.messages.prefill_decode import CudaDescriptor, NixlDescriptor
 from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.nixl import Piece
 from shared.transport.bulk.reader import ReaderLimits
@@ -25,7 +25,15 @@ from shared.worker.effects import Copy, MapArena
 from shared.worker.events import Copied, CopyFailed, Event, PathChosen, SourceKey, SourceLost
 from shared.worker.movers import Extras, Movers
 from shared.worker.pairs import Pairs
-from shared.worker.paths import KNOWN_CODECS, Choice, CodecTerms, agree, agree_codec, choose
+from shared.worker.paths import (
+    KNOWN_CODECS,
+    Choice,
+    CodecTerms,
+    agree,
+    agree_codec,
+    choose,
+    memory_apart,
+)
 
 LAYOUT = KvLayout(dtype="bf16", block_size=4, layers=(LayerKv(2, 8, 8), LayerKv(2, 8, 8)))
 SOURCE = SourceKey(WorkerId("prefill-0"), Incarnation(7))
@@ -74,6 +82,39 @@ def test_what_is_tried(
         assert isinstance(made, DiptychError) and choice in made.message
     else:
         assert made == choice
+
+
+def gpu(**changes: object) -> CudaDescriptor:
+    cuda = CudaDescriptor(unit="u", size=1, layout="l", handle=bytes(64))
+    return msgspec.structs.replace(cuda, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "reason"),
+    [
+        (None, None, None),
+        (gpu(), gpu(unit="v"), None),
+        (gpu(), None, "mixed_memory"),
+        (None, gpu(sliced=True), "mixed_memory"),
+        (gpu(sliced=True), gpu(), "mig"),
+        (gpu(), gpu(sliced=True, handle=None), "mig"),
+        (gpu(), gpu(handle=None), "cannot_map"),
+        (gpu(handle=None), gpu(), None),
+    ],
+)
+def test_which_memory_is_not_mapped_even_on_one_host(
+    mine: CudaDescriptor | None, theirs: CudaDescriptor | None, reason: PathReason | None
+) -> None:
+    """Guards an attempt that can only fail, and a reason that names something else."""
+    assert memory_apart(mine, theirs) == reason
+    made = choose("auto", same_host=True, bulk=BULK, apart=reason)
+    expected = Choice("ipc", "self_test", fallback=True)
+    assert made == (Choice("host", reason) if reason else expected)
+    assert choose("auto", same_host=False, bulk=BULK, apart=reason) == Choice("host", "other_host")
+    assert choose("host", same_host=True, bulk=BULK, apart=reason) == Choice("host", "configured")
+    if reason:
+        refused = choose("ipc", same_host=True, bulk=BULK, apart=reason)
+        assert isinstance(refused, DiptychError) and "does not work here" in refused.message
 
 
 @pytest.mark.parametrize(

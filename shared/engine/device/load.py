@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from msgspec import Struct
 
-from shared.device.device import Device
+from shared.device.device import Device, SharedKv
 from shared.device.open import open_device
 from shared.engine.attention import Kernels
 from shared.engine.checks import inspect_model
@@ -22,7 +22,6 @@ from shared.engine.rope import pin_rope
 from shared.engine.weights import check_weights
 from shared.errors import BadConfig, ResourceMissing
 from shared.kernels.gpu.plan import Plan
-from shared.kv.arena import KvArena
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +38,11 @@ class DeviceRequest(Struct, frozen=True):
     rows: int
 
 
-def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
+def start_on(name: str, request: DeviceRequest) -> tuple[Engine, SharedKv]:
     """Open the device, load and check the model, take KV memory and record decode graphs.
 
-    Returns the engine, ready to step, and what other processes see of its KV: block count and
-    generations. The KV itself is the process's until it ends.
+    Returns the engine, ready to step, and what other processes see of its KV. The KV itself is the
+    process's until it ends.
 
     Raises:
         BadConfig, ResourceMissing, UnsupportedModel: with one sentence what is wrong.
@@ -54,7 +53,7 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, KvArena]:
 
 def start(
     device: Device, request: DeviceRequest, kernels: Kernels[Plan], attention: str
-) -> tuple[Engine, KvArena]:
+) -> tuple[Engine, SharedKv]:
     """Do as ``start_on``, on an opened device."""
     device.set_threads(request.threads)
     prepared, runner = prepare_on(device, request.load, kernels, attention)
@@ -66,7 +65,7 @@ def start(
             f"`kv_memory` of {request.kv_bytes >> 20} MiB holds less than three blocks of "
             f"{layout.block_bytes} bytes; give {device.place} more"
         )
-    memory, book = device.kv_memory(layout, num_blocks)
+    memory, shared = device.kv_memory(layout, num_blocks)
     engine.attach(memory)
     longest = min(engine.max_model_len, num_blocks * layout.block_size)
     try:
@@ -74,8 +73,8 @@ def start(
         sizes = runner.record(request.most, longest)
     except BaseException:
         engine.detach()
+        shared.close()
         memory.close()
-        book.close()
         raise
     facts = device.facts()
     log.info(
@@ -86,7 +85,7 @@ def start(
         ", ".join(map(str, sizes)) or "no size",
         facts.memory_free >> 20,
     )
-    return engine, book
+    return engine, shared
 
 
 def choose_kernels(place: torch.device) -> tuple[Kernels[Plan], str]:

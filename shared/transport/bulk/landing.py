@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from shared.device.device import SharedKv
 from shared.errors import DiptychError
-from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName
 from shared.messages.bulk import Chunk
 from shared.transport.bulk.encoded import EncodedChunks
-from shared.transport.bulk.payload import checksum, land
+from shared.transport.bulk.payload import checksum
 from shared.transport.bulk.plan import PlannedChunk
 from shared.transport.bulk.rates import PairRates
+from shared.transport.bulk.stage import ArenaStage, InStage, in_memory
 
 
 class OpenJob(Struct):
@@ -28,11 +29,19 @@ class OpenJob(Struct):
 
 
 class Landing:
-    """Puts chunks into one pool."""
+    """Puts chunks into one pool, through ``stage`` where its bytes are not in this memory."""
 
-    def __init__(self, target: KvArena) -> None:
-        self._target = target
-        self._encoded = EncodedChunks(target)
+    def __init__(self, target: SharedKv, stage: InStage | None = None) -> None:
+        self._stage = stage or ArenaStage(in_memory(target))
+        self._encoded = EncodedChunks(in_memory(target)) if stage is None else None
+
+    def settle(self) -> None:
+        """Return once nothing writes to the pool any more; before it no job may be answered."""
+        self._stage.settle()
+
+    def close(self) -> None:
+        """Give back what landing needed, after its thread has ended."""
+        self._stage.close()
 
     def put(self, job: OpenJob, header: Chunk, payload: Sequence[memoryview]) -> str | None:
         """Verify a chunk of this job and put it in place, or say what is wrong with it.
@@ -44,15 +53,16 @@ class Landing:
         plain = job.codec == "none"
         if plain and (size != planned.size or header.size != planned.size):
             return f"came with {size} of {planned.size} bytes"
-        if size != header.size or not self._encoded.fits(planned, size):
+        if size != header.size or (self._encoded and not self._encoded.fits(planned, size)):
             return f"came with {size} of {header.size} bytes, encoded from {planned.size}"
         if checksum(payload) != header.checksum:
             return "came with a wrong checksum"
         job.wire += size
         job.rates.arrived(size)
         if plain:
-            land(self._target, planned, job.blocks, payload)
+            self._stage.land(planned, job.blocks, payload)
             return None
+        assert self._encoded is not None
         begun = time.monotonic()
         try:
             self._encoded.decode(job.codec, planned, job.blocks, job.tokens, payload)

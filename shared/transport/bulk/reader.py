@@ -14,8 +14,8 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload
-from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName
 from shared.kv.codecs.planner import CodecFigures
 from shared.messages.bulk import Chunk, Fetch, FetchRefused, FromReader, Probe, ProbeEcho, ToReader
@@ -26,6 +26,7 @@ from shared.transport.bulk.landing import Landing, OpenJob
 from shared.transport.bulk.plan import plan_fetch
 from shared.transport.bulk.rates import PairRates
 from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
+from shared.transport.bulk.stage import InStage
 from shared.transport.endpoint import connect
 from shared.transport.pump import LinkLimits
 from shared.transport.security import CurveClient
@@ -115,15 +116,17 @@ class _Link(Struct):
 class HostReader(Generic[Source]):
     """Commands may come from any thread; ``tell`` is called in this object's thread.
 
-    Every ``fetch`` is answered once, and its target blocks are not touched afterwards.
+    Every ``fetch`` is answered once, and its target blocks are not touched afterwards. ``stage``
+    is for a pool whose bytes are not in this machine's memory, and becomes this object's.
     """
 
     def __init__(
         self,
         context: Context,
-        target: KvArena,
+        target: SharedKv,
         limits: ReaderLimits,
         tell: Callable[[Outcome[Source]], None],
+        stage: InStage | None = None,
     ) -> None:
         self.rejected = 0
         self._context = context
@@ -133,7 +136,7 @@ class HostReader(Generic[Source]):
         self._machine: Fetches[Source] = Fetches(limits.fetch)
         self._links: dict[Source, _Link] = {}
         self._open: dict[int, OpenJob] = {}
-        self._landing = Landing(target)
+        self._landing = Landing(target, stage)
         self._figures: tuple[CodecFigures, ...] | None = None
         self._decoder: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
         self._encoder = msgspec.msgpack.Encoder()
@@ -176,6 +179,7 @@ class HostReader(Generic[Source]):
         for link in self._links.values():
             link.socket.close(linger=0)
         self._links.clear()
+        self._landing.close()
         os.close(self._wake)
 
     def _order(self, order: Callable[[float], None]) -> None:
@@ -337,6 +341,7 @@ class HostReader(Generic[Source]):
         for effect in self._machine.take():
             match effect:
                 case Done():
+                    self._landing.settle()
                     done = self._close_job(effect.job)
                     self._tell(
                         Fetched(
@@ -349,6 +354,7 @@ class HostReader(Generic[Source]):
                         )
                     )
                 case Failed():
+                    self._landing.settle()
                     self._close_job(effect.job)
                     self._tell(effect)
                 case _:

@@ -12,8 +12,8 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
+from shared.device.device import SharedKv
 from shared.fault_rules import FaultsSection
-from shared.kv.arena import KvArena
 from shared.kv.codecs.registry import CODEC_NAMES
 from shared.messages.bulk import (
     CancelFetch,
@@ -29,9 +29,10 @@ from shared.messages.bulk import (
 from shared.transport.admission import Admission
 from shared.transport.bulk.encoded import EncodedChunks, known_codec
 from shared.transport.bulk.faults import FaultyLink, Parcel
-from shared.transport.bulk.payload import checksum, chunk_blocks, lift
+from shared.transport.bulk.payload import checksum, chunk_blocks
 from shared.transport.bulk.plan import PlannedChunk
 from shared.transport.bulk.servings import Next, Servings
+from shared.transport.bulk.stage import ArenaStage, OutStage, in_memory
 from shared.transport.endpoint import bind
 from shared.transport.pump import LinkLimits
 from shared.transport.security import CurveServer
@@ -43,6 +44,8 @@ _LIMITS = LinkLimits(max_frame=4 << 20, hwm=1024)
 _BUDGET = 64
 _BURST = 8
 _TICK = 1.0
+_FULL = 1
+"""Milliseconds until it is looked again for a free slab."""
 
 
 class ServerStats(Struct):
@@ -57,6 +60,8 @@ class ServerStats(Struct):
 class HostServer:
     """Binds in the loop's thread, so that a wrong endpoint is an error at start.
 
+    ``stage`` is for a pool whose bytes are not in this machine's memory, and becomes this object's.
+
     Raises:
         ResourceMissing: the endpoint is in use or not available.
         BadConfig: an endpoint that makes no sense.
@@ -66,17 +71,21 @@ class HostServer:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
-        arena: KvArena,
+        arena: SharedKv,
         *,
         worker: str,
         security: CurveServer | None = None,
         faults: FaultsSection | None = None,
+        stage: OutStage | None = None,
     ) -> None:
         self.stats = ServerStats()
         self._arena = arena
         self._arena_id = arena.descriptor().arena_id
-        self._jobs = Servings(arena.layout, arena.num_blocks, self._arena_id, codecs=CODEC_NAMES)
-        self._encoded = EncodedChunks(arena)
+        self._stage = stage or ArenaStage(in_memory(arena))
+        # Codecs compute on the CPU: what is in a GPU's memory travels as it is.
+        self._encoded = EncodedChunks(in_memory(arena)) if stage is None else None
+        codecs = CODEC_NAMES if stage is None else ()
+        self._jobs = Servings(arena.layout, arena.num_blocks, self._arena_id, codecs=codecs)
         self._faults = None if faults is None else FaultyLink(faults, worker)
         self._decoder: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
         self._encoder = msgspec.msgpack.Encoder()
@@ -84,6 +93,7 @@ class HostServer:
         try:
             self._listener = bind(context, endpoint, _LIMITS, self._admission)
         except BaseException:
+            self._stage.close()
             if self._admission is not None:
                 self._admission.close()
             raise
@@ -108,6 +118,7 @@ class HostServer:
         self._thread.join()
         os.close(self._wake)
         self._listener.close()
+        self._stage.close()
         if self._admission is not None:
             self._admission.close()
 
@@ -130,7 +141,7 @@ class HostServer:
 
     def _pause(self) -> int:
         if self._jobs.sendable:
-            return 0
+            return 0 if self._stage.room else _FULL
         wait = None if self._faults is None else self._faults.wait(time.monotonic())
         return int(1000 * _TICK if wait is None else min(1000 * wait + 1, 1000 * _TICK))
 
@@ -180,7 +191,7 @@ class HostServer:
             for parcel in self._faults.due(now):
                 self._write(parcel.peer, parcel.header, parcel.frames)
         for _ in range(_BURST):
-            item = self._jobs.next()
+            item = self._jobs.next() if self._stage.room else None
             if item is None:
                 return
             self._serve(item, now)
@@ -224,7 +235,8 @@ class HostServer:
         """Return a chunk's frames, and the seconds that encoding them took."""
         codec = known_codec(fetch.codec)
         if codec is None or codec == "none":
-            return lift(self._arena, chunk, fetch.blocks), 0.0
+            return self._stage.lift(chunk, fetch.blocks), 0.0
+        assert self._encoded is not None
         begun = time.monotonic()
         frames = self._encoded.encode(codec, chunk, fetch.blocks, fetch.tokens)
         return frames, time.monotonic() - begun

@@ -1,0 +1,127 @@
+"""KV between a GPU's memory and frames: pinned slabs, and copies on a side stream.
+
+Out: a chunk is copied into a slab, the copy's event is waited for, and the caller takes the
+checksum of the slab before it compares generations. So the checksum is that of the bytes announced,
+as it is where chunks are views of the pool.
+
+In: a verified chunk is copied into a slab and from there to its blocks, while the next chunk is
+received. ``settle`` waits for the event of the last copy; only after it a job is told to be done.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from shared.device.cuda_pool import CudaPool
+from shared.device.pinned import address_of
+from shared.transport.bulk.plan import PlannedChunk
+
+LANDING_SLABS: Final = 4
+"""Enough that one is copied to the GPU while the next is filled."""
+
+
+class CudaLift:
+    """Takes chunks out, at most ``count`` at a time: a slab is free again with its last frame.
+
+    A chunk larger than a slab, as a reader of another ``transfer.chunk_size`` asks for, is staged
+    in memory of its own, counted as a slab.
+
+    Raises:
+        ResourceMissing: the slabs cannot be pinned.
+    """
+
+    def __init__(self, pool: CudaPool, count: int, size: int) -> None:
+        self._pool = pool
+        self._slabs = pool.slabs(count, size)
+        self._free = deque(range(count))
+        self._stream = pool.side_stream()
+
+    @property
+    def room(self) -> bool:
+        """Whether a slab is free."""
+        return bool(self._free)
+
+    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> list[memoryview]:
+        """Return the chunk as one frame; to be called while there is ``room`` only."""
+        slot = self._free.popleft()
+        slab = self._slabs[slot]
+        frame = slab[: chunk.size] if chunk.size <= slab.size else np.empty(chunk.size, np.uint8)
+        # libzmq reads the frame when it likes; its garbage collector drops the last reference.
+        weakref.finalize(frame, self._free.append, slot).atexit = False
+        at = address_of(frame)
+        for address, size in _runs(self._pool, chunk, blocks):
+            self._stream.copy(at, address, size)
+            at += size
+        self._stream.wait()
+        return [frame.data]
+
+    def close(self) -> None:
+        """Give the stream back; slabs go with the frames that libzmq still holds."""
+        self._stream.close()
+        self._slabs = []
+
+
+class CudaLand:
+    """Puts chunks in, by turns through ``count`` slabs.
+
+    Raises:
+        ResourceMissing: the slabs cannot be pinned.
+    """
+
+    def __init__(self, pool: CudaPool, size: int, count: int = LANDING_SLABS) -> None:
+        self._pool = pool
+        self._stream = pool.side_stream()
+        self._turns = deque((slab, self._stream.mark()) for slab in pool.slabs(count, size))
+        self._pending = False
+
+    def land(
+        self, chunk: PlannedChunk, blocks: Sequence[int], frames: Sequence[memoryview]
+    ) -> None:
+        """Queue the chunk's copies behind those before it."""
+        slab, mark = self._turns[0]
+        self._turns.rotate(-1)
+        mark.wait()  # what this slab held last has reached its blocks
+        staged = slab[: chunk.size]
+        if chunk.size > slab.size:
+            staged = np.empty(chunk.size, np.uint8)
+        at = 0
+        for part in frames:
+            staged[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            at += len(part)
+        at = address_of(staged)
+        self._pending = True
+        for address, size in _runs(self._pool, chunk, blocks):
+            self._stream.copy(address, at, size)
+            at += size
+        mark.record()
+        if chunk.size > slab.size:
+            mark.wait()  # its memory goes with this call
+
+    def settle(self) -> None:
+        """Wait for the last copy's event."""
+        if self._pending:
+            self._stream.wait()
+            self._pending = False
+
+    def close(self) -> None:
+        """Give stream and slabs back."""
+        self._stream.close()
+        self._turns.clear()
+
+
+def _runs(pool: CudaPool, chunk: PlannedChunk, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of neighbouring blocks, in the chunk's order."""
+    for segment in chunk.segments:
+        region = pool.regions[segment.layer][segment.part]
+        base = pool.address + region.start
+        start = end = -1
+        for block in (*blocks[segment.first : segment.end], -1):
+            if block == end:
+                end += 1
+                continue
+            if end > start:
+                yield base + start * region.unit, (end - start) * region.unit
+            start, end = block, block + 1

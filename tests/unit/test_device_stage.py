@@ -1,0 +1,147 @@
+"""Chunks out of a GPU's memory and into another's: every byte, every order of blocks, few slabs."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.device.cuda_pool import CudaPool
+from shared.device.cuda_stage import LANDING_SLABS, CudaLand, CudaLift
+from shared.errors import ResourceMissing
+from shared.kv.layout import KvDtype, KvLayout, LayerKv
+from shared.transport.bulk.plan import plan_chunks
+from tests.unit.device_pair import LAYOUT, cuda_pool, fill, raw
+from tests.unit.fake_cupy import FakeRuntime
+
+dims = st.integers(1, 9)
+layers = st.lists(st.builds(LayerKv, st.integers(1, 3), dims, dims), min_size=1, max_size=3)
+dtypes: st.SearchStrategy[KvDtype] = st.sampled_from(["fp32", "bf16", "fp16"])
+layouts = st.builds(
+    lambda dtype, size, own: KvLayout(dtype=dtype, block_size=size, layers=tuple(own)),
+    dtypes,
+    st.integers(1, 5),
+    layers,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=layouts,
+    pairs=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), min_size=1, max_size=12),
+    chunk_bytes=st.integers(16, 2048),
+    slab=st.integers(8, 1024),
+    count=st.integers(1, 5),
+)
+def test_every_byte_arrives_whatever_the_layout_and_the_slabs(
+    layout: KvLayout, pairs: list[tuple[int, int]], chunk_bytes: int, slab: int, count: int
+) -> None:
+    """Against the pool's bytes themselves: runs, borders of slabs, slabs filled while in use."""
+    blocks = {ours: theirs for theirs, ours in pairs}  # a target block is written once
+    source = cuda_pool(FakeRuntime(), blocks=12, layout=layout)
+    target = cuda_pool(FakeRuntime(), blocks=12, layout=layout)
+    fill(source, 3)
+    out, into = CudaLift(source, count, slab), CudaLand(target, slab)
+    everything = range(len(layout.layers))
+    for chunk in plan_chunks(layout, everything, len(blocks), chunk_bytes):
+        frames = out.lift(chunk, tuple(blocks.values()))
+        assert sum(len(frame) for frame in frames) == chunk.size
+        into.land(chunk, tuple(blocks), [frames[0][:5], frames[0][5:]])
+        frames.clear()
+    into.settle()
+    untouched = [block for block in range(12) if block not in blocks]
+    for layer in everything:
+        for theirs, ours in zip(raw(source, layer), raw(target, layer), strict=True):
+            assert np.array_equal(ours[list(blocks)], theirs[list(blocks.values())])
+            assert not ours[untouched].any()
+    for stage, pool in ((out, source), (into, target)):
+        stage.close()
+        pool.close()
+        pool.arena.close()
+
+
+@pytest.fixture
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
+
+
+@pytest.fixture
+def pool(runtime: FakeRuntime) -> Iterator[CudaPool]:
+    made = cuda_pool(runtime)
+    fill(made, 1)
+    yield made
+    made.close()
+    made.arena.close()
+
+
+def test_a_slab_is_not_used_again_while_a_frame_is_on_its_way(pool: CudaPool) -> None:
+    """libzmq reads a frame when it likes: until then its bytes are those of its checksum."""
+    stage = CudaLift(pool, 2, 512)
+    first, second, *_ = plan_chunks(pool.layout, range(2), 3, 512)
+    one = stage.lift(first, (1, 2, 3))
+    kept = bytes(one[0])
+    other = stage.lift(second, (1, 2, 3))
+    assert not stage.room
+    assert bytes(one[0]) == kept
+    part = one[0][3:7]  # as a frame cut by a fault
+    del one
+    assert not stage.room
+    del part
+    assert stage.room
+    again = stage.lift(second, (1, 2, 3))
+    assert bytes(again[0]) == bytes(other[0])
+    stage.close()
+
+
+def test_pinned_memory_outlives_its_stage_as_long_as_its_frames(
+    pool: CudaPool, runtime: FakeRuntime
+) -> None:
+    """libzmq still holds frames when the worker ends."""
+    stage = CudaLift(pool, 2, 512)
+    chunk = plan_chunks(pool.layout, range(2), 3, 512)[0]
+    frames = stage.lift(chunk, (1, 2, 3))
+    stage.close()
+    del stage
+    assert runtime.pinned and len(bytes(frames[0])) == chunk.size
+    frames.clear()
+    assert not runtime.pinned
+
+
+def test_a_chunk_larger_than_a_slab_counts_as_one(pool: CudaPool, runtime: FakeRuntime) -> None:
+    """A reader may be configured for larger chunks than its source."""
+    stage, into = CudaLift(pool, 1, 16), CudaLand(pool, 16)
+    chunk = plan_chunks(pool.layout, range(2), 3, 4096)[0]
+    frames = stage.lift(chunk, (1, 2, 3))
+    assert not stage.room
+    into.land(chunk, (5, 6, 7), frames)
+    frames.clear()
+    assert stage.room
+    assert not any(runtime.streams.values()), "its memory is gone and copies are queued"
+    assert np.array_equal(raw(pool, 0)[0][[5, 6, 7]], raw(pool, 0)[0][[1, 2, 3]])
+    stage.close()
+    into.close()
+
+
+def test_landing_takes_few_slabs_whatever_comes(pool: CudaPool, runtime: FakeRuntime) -> None:
+    into, out = CudaLand(pool, 256), CudaLift(pool, 1, 256)
+    sizes = [len(memory) for memory in runtime.pinned.values()]
+    chunks = plan_chunks(LAYOUT, range(2), 8, 256)
+    assert len(chunks) > 2 * LANDING_SLABS
+    for chunk in chunks:
+        frames = out.lift(chunk, range(8))
+        into.land(chunk, range(8), frames)
+        frames.clear()
+    into.settle()
+    assert [len(memory) for memory in runtime.pinned.values()] == sizes
+    assert sizes == [LANDING_SLABS * 256, 256]
+    into.close()
+    out.close()
+
+
+def test_memory_that_cannot_be_pinned_says_what_to_lower(
+    pool: CudaPool, runtime: FakeRuntime
+) -> None:
+    runtime.fails["hostAlloc"] = 2
+    with pytest.raises(ResourceMissing, match=r"transfer\.window"):
+        CudaLift(pool, 64, 512 << 10)
