@@ -100,8 +100,9 @@ def request(prompt: tuple[int, ...], max_tokens: int = 8, **changes: object) -> 
 class Rig:
     """The scripted router, and what the workers told it."""
 
-    def __init__(self, config: Path) -> None:
+    def __init__(self, config: Path, launch: tuple[str, ...] = ("-m",)) -> None:
         self.config = config
+        self._launch = launch
         self.incarnation = Incarnation(71)
         self.hellos: dict[WorkerId, tuple[bytes, WorkerHello]] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -124,7 +125,7 @@ class Rig:
         service = "prefill" if name.startswith("prefill") else "decode"
         self.processes[name] = subprocess.Popen(
             [
-                *(sys.executable, "-m", f"services.{service}"),
+                *(sys.executable, *self._launch, f"services.{service}"),
                 *("--config", str(config or self.config), "--name", name, "--die-with-parent"),
             ],
             cwd=ROOT,
@@ -287,9 +288,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(config: Path, *names: str) -> AsyncIterator[Rig]:
-    """Run these workers under a scripted router."""
-    router = Rig(config)
+async def rig(config: Path, *names: str, launch: tuple[str, ...] = ("-m",)) -> AsyncIterator[Rig]:
+    """Run these workers under a scripted router; ``launch`` is what Python gets before a module."""
+    router = Rig(config, launch)
     try:
         for name in names:
             router.start(name)
