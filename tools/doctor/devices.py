@@ -69,8 +69,15 @@ def check_devices(deployment: Deployment | None) -> list[Finding]:
     if found is None:
         found = ask_smi(run_command)
     findings = describe(found)
-    names = [] if deployment is None else wanted_devices(deployment)
-    return findings + [attempt(name, partial(_try, name)) for name in names]
+    if deployment is None:
+        return findings
+    tried = [attempt(name, partial(_try, name)) for name in wanted_devices(deployment)]
+    if tried and all(finding.level == "ok" for finding in tried):
+        # Here and not above: it imports torch, which takes seconds.
+        from tools.doctor.device_pairs import check_pair, probe_processes
+
+        tried += check_pair(deployment, probe_processes)
+    return findings + tried
 
 
 def wanted_devices(deployment: Deployment) -> list[str]:
