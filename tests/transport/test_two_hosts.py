@@ -3,8 +3,7 @@
 import asyncio
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,22 +14,14 @@ from shared.ids import WorkerId
 from shared.transport.security import generate_keys
 from tests.conftest import RunAsync
 from tests.transport.test_worker_processes import LONG, recover, reference
-from tests.transport.worker_rig import Rig, make_config, request
+from tests.transport.two_hosts import Runner, TwoHosts, port_of, with_hosts
+from tests.transport.worker_rig import request
+from tools.slow_link.hosts import Hosts
 
 pytestmark = pytest.mark.timeout(300)
 
-Runner = Callable[[Coroutine[object, object, None]], None]
 SPACE, CABLE = "dtp-p", "dtp-p0"
-ADDRESS = {"prefill": "10.213.7.2", "decode": "10.213.7.1"}
-PORT = {"prefill": 7400, "decode": 7420}
-TRANSFER = {
-    "path": "host",
-    "notify_layers": 1,
-    "lease": "12s",
-    "heartbeat": "1s",
-    "chunk_size": "4KiB",
-    "stall_timeout": "1500ms",
-}
+PLACE = Hosts(SPACE, "eth0", "10.213.7.1", "10.213.7.2")
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +29,7 @@ def ip(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[None]:
+def hosts() -> Iterator[Hosts]:
     """The prefill worker's host is a namespace, joined to this one by a cable."""
     if shutil.which("ip") is None or ip("netns", "add", SPACE).returncode != 0:
         pytest.skip("network namespaces need root and iproute2")
@@ -46,12 +37,12 @@ def hosts() -> Iterator[None]:
         made = ip("link", "add", CABLE, "type", "veth", "peer", "name", "eth0", "netns", SPACE)
         if made.returncode != 0:
             pytest.skip(f"no veth in this kernel: {made.stderr.strip()}")
-        ip("addr", "add", f"{ADDRESS['decode']}/24", "dev", CABLE)
+        ip("addr", "add", f"{PLACE.near}/24", "dev", CABLE)
         ip("link", "set", CABLE, "up")
-        ip("-n", SPACE, "addr", "add", f"{ADDRESS['prefill']}/24", "dev", "eth0")
+        ip("-n", SPACE, "addr", "add", f"{PLACE.far}/24", "dev", "eth0")
         ip("-n", SPACE, "link", "set", "eth0", "up")
         ip("-n", SPACE, "link", "set", "lo", "up")
-        yield
+        yield PLACE
     finally:
         ip("netns", "del", SPACE)
 
@@ -61,66 +52,8 @@ def run(run_async: RunAsync) -> Runner:
     return partial(run_async, timeout=280.0)
 
 
-class TwoHosts(Rig):
-    """Starts each worker inside its namespace, with the config file of its own host."""
-
-    def __init__(self, directory: Path, model: Path) -> None:
-        keys = str(generate_keys(directory / "keys"))
-        self.configs = {}
-        for role, address in ADDRESS.items():
-            place = directory / role
-            place.mkdir()
-            self.configs[role] = make_config(
-                place,
-                model,
-                split=True,
-                transfer=TRANSFER,
-                endpoints={
-                    "router_workers": f"tcp://{ADDRESS['decode']}:5610",
-                    "kv": f"tcp://0.0.0.0:{PORT[role]}",
-                    "advertise": address,
-                },
-                security={"keys": keys},
-            )
-        super().__init__(self.configs["prefill"])
-
-    def start(self, name: str, config: Path | None = None) -> None:
-        role = name.partition("-")[0]
-        service = [sys.executable, "-m", f"services.{role}", "--name", name, "--die-with-parent"]
-        inside = ("ip", "netns", "exec", SPACE) if role == "prefill" else ()
-        self.processes[name] = subprocess.Popen(
-            [*inside, *service, "--config", str(config or self.configs[role])],
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-        )
-
-    def cable(self, state: str) -> None:
-        """Set the cable ``down`` or ``up``."""
-        assert ip("link", "set", CABLE, state).returncode == 0
-
-
-async def with_hosts(
-    directory: Path, model: Path, test: Callable[[TwoHosts], Coroutine[object, object, None]]
-) -> None:
-    router = TwoHosts(directory, model)
-    try:
-        router.start("prefill-0")
-        router.start("decode-0")
-        await router.ready("prefill-0", "decode-0")
-        await test(router)
-    except BaseException:
-        for process in router.processes.values():
-            process.kill()
-            process.communicate()
-        router.processes.clear()
-        raise
-    finally:
-        await router.close()
-
-
-@pytest.mark.usefixtures("hosts")
 def test_serving_across_two_hosts_a_partition_and_a_restart(
-    run: Runner, model: Path, directory: Path
+    run: Runner, model: Path, directory: Path, hosts: Hosts
 ) -> None:
     """Guards wrong tokens and lasting harm after 5 s without network (14, 15), and after the
     peer came back at the same address (3)."""
@@ -129,13 +62,15 @@ def test_serving_across_two_hosts_a_partition_and_a_restart(
         right = reference(model, LONG, 8)
         _, second = router.split(request(LONG, 8))
         assert await router.output(second) == right
-        assert router.hellos[WorkerId("prefill-0")][1].kv_endpoint == "tcp://10.213.7.2:7400"
+        port = port_of("prefill", hosts)
+        hello = router.hellos[WorkerId("prefill-0")][1]
+        assert hello.kv_endpoint == f"tcp://{hosts.far}:{port}"
 
         _, second = router.split(request(LONG, 8))
         await asyncio.sleep(0.3)
-        router.cable("down")
+        hosts.cable("down")
         await asyncio.sleep(5.0)
-        router.cable("up")
+        hosts.cable("up")
         await recover(router, second, "prefill-0")
         assert await router.output(second) == right
 
@@ -151,11 +86,12 @@ def test_serving_across_two_hosts_a_partition_and_a_restart(
         await router.until(lambda: bool(router.reports[peer].pairs))
         assert router.reports[peer].pairs[0].path == "host"
 
-    run(with_hosts(directory, model, check))
+    run(with_hosts(directory, model, hosts, check))
 
 
-@pytest.mark.usefixtures("hosts")
-def test_a_host_with_a_wrong_key_gets_nothing(run: Runner, model: Path, directory: Path) -> None:
+def test_a_host_with_a_wrong_key_gets_nothing(
+    run: Runner, model: Path, directory: Path, hosts: Hosts
+) -> None:
     """Guards KV and control links open to whoever reaches the port (67)."""
 
     async def check(router: TwoHosts) -> None:
@@ -172,4 +108,4 @@ def test_a_host_with_a_wrong_key_gets_nothing(run: Runner, model: Path, director
         await router.until(lambda: router.link.denied > 0)
         assert WorkerId("decode-0") not in router.hellos
 
-    run(with_hosts(directory, model, check))
+    run(with_hosts(directory, model, hosts, check))

@@ -1,0 +1,141 @@
+"""Two hosts with a bad link between them: 30 % of packets lost, 1 ms of delay, a cable pulled."""
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ResourceMissing
+from shared.ids import DispatchId, WorkerId
+from shared.messages.request import Request
+from shared.messages.router_worker import NewSource, SequenceFailed, SequenceFinished, TransferLost
+from tests.conftest import RunAsync
+from tests.transport.test_worker_processes import LONG, reference
+from tests.transport.two_hosts import Runner, TwoHosts, with_hosts
+from tests.transport.worker_rig import request
+from tools.slow_link.hosts import WIRE_MTU, Hosts, slow_link
+from tools.slow_link.shaping import LinkProfile
+
+pytestmark = pytest.mark.timeout(300)
+
+LOSSY = LinkProfile(rate=125e6, delay=1e-3, loss=0.3)
+NARROW = LinkProfile(rate=150e3, delay=1e-3)
+"""So narrow that the KV of a long prompt is under way for 5 s."""
+
+PROMPTS = (LONG[:900], LONG[1:401])
+
+
+@pytest.fixture(scope="module")
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """The prefill worker's host is at the far end of the link that the test asks for."""
+    try:
+        with slow_link(request.param, WIRE_MTU, 6) as made:
+            yield made
+    except ResourceMissing as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture
+def run(run_async: RunAsync) -> Runner:
+    return partial(run_async, timeout=280.0)
+
+
+def losses(router: TwoHosts, dispatch: DispatchId) -> list[TransferLost]:
+    return [
+        message
+        for _, message in router.messages
+        if isinstance(message, TransferLost) and message.dispatch == dispatch
+    ]
+
+
+def over_or_lost(router: TwoHosts, dispatch: DispatchId, seen: int) -> bool:
+    """Whether a request is over, or its KV was lost more than ``seen`` times."""
+    return dispatch in router.ended or len(losses(router, dispatch)) > seen
+
+
+async def heard_again(router: TwoHosts, worker: str) -> None:
+    """Wait for one more message of a worker: its link is up."""
+    seen = len(router.messages)
+
+    def heard() -> bool:
+        peer = router.hellos[WorkerId(worker)][0]
+        return any(sender == peer for sender, _ in router.messages[seen:])
+
+    await router.until(heard)
+
+
+async def ended(
+    router: TwoHosts, second: DispatchId, work: Request
+) -> SequenceFinished | SequenceFailed:
+    """Wait for the end of a request; each loss must say why, and gets a new source."""
+    seen = 0
+    while True:
+        await router.until(partial(over_or_lost, router, second, seen))
+        if second in router.ended:
+            return router.ended[second]
+        error = losses(router, second)[seen].error
+        assert error.retryable
+        assert error.message
+        seen += 1
+        await heard_again(router, "prefill-0")
+        first = router.next_dispatch()
+        source = router.source("prefill-0", first)
+        router.send("decode-0", NewSource(dispatch=second, source=source))
+        router.send("prefill-0", router.prefill_message(first, work))
+
+
+async def nothing_left(router: TwoHosts) -> None:
+    for worker in ("prefill-0", "decode-0"):
+        load = await router.settled(worker)
+        assert load.blocks_free + load.blocks_cached == load.blocks_total
+    peer = router.hellos[WorkerId("decode-0")][0]
+    await router.until(lambda: bool(router.reports[peer].pairs))
+    assert router.reports[peer].pairs[0].path == "host"
+
+
+@pytest.mark.parametrize("hosts", [LOSSY], indirect=True)
+def test_requests_end_while_30_percent_of_all_packets_are_lost(
+    run: Runner, model: Path, directory: Path, hosts: Hosts
+) -> None:
+    """Guards hangs, leaks and wrong tokens on a link that loses almost every third packet, of
+    the control links too. A request completes, or its own time is up."""
+
+    async def check(router: TwoHosts) -> None:
+        works = [request(prompt, 6, ttl=25.0) for prompt in PROMPTS]
+        under_way = [(router.split(work)[1], work) for work in works]
+        for second, work in under_way:
+            right = await asyncio.to_thread(reference, model, work.prompt_ids, 6)
+            end = await ended(router, second, work)
+            if isinstance(end, SequenceFailed):
+                assert end.error.code == "deadline_exceeded"
+            else:
+                assert router.tokens[second] == right
+        await nothing_left(router)
+
+    run(with_hosts(directory, model, hosts, check))
+
+
+@pytest.mark.parametrize("hosts", [NARROW], indirect=True)
+def test_a_cable_pulled_while_a_layer_is_under_way(
+    run: Runner, model: Path, directory: Path, hosts: Hosts
+) -> None:
+    """Guards a decode worker that waits for ever for the rest of a layer, or uses half of it."""
+
+    async def check(router: TwoHosts) -> None:
+        work = request(LONG, 6)
+        right = await asyncio.to_thread(reference, model, LONG, 6)
+        _, second = router.split(work)
+        await asyncio.sleep(2.0)
+        assert second not in router.ended
+        hosts.cable("down")
+        await router.until(lambda: bool(losses(router, second)))
+        hosts.cable("up")
+        await heard_again(router, "prefill-0")
+        assert "KV did not arrive" in losses(router, second)[0].error.message
+        assert isinstance(await ended(router, second, work), SequenceFinished)
+        assert router.tokens[second] == right
+        await nothing_left(router)
+
+    run(with_hosts(directory, model, hosts, check))

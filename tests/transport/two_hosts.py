@@ -1,0 +1,86 @@
+"""Workers on two hosts: the prefill worker in a network namespace, the rest in this one."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Final
+
+from shared.transport.security import generate_keys
+from tests.transport.worker_rig import Rig, make_config
+from tools.slow_link.hosts import Hosts
+
+Runner = Callable[[Coroutine[object, object, None]], None]
+Transfer = Mapping[str, object]
+TRANSFER: Final[Transfer] = {
+    "path": "host",
+    "notify_layers": 1,
+    "lease": "12s",
+    "heartbeat": "1s",
+    "chunk_size": "4KiB",
+    "stall_timeout": "1500ms",
+}
+
+
+def port_of(role: str, hosts: Hosts) -> int:
+    """Return a worker's KV port: this host's is the same for all links, so links have their own."""
+    return 40 * int(hosts.near.split(".")[2]) + {"prefill": 7120, "decode": 7140}[role]
+
+
+class TwoHosts(Rig):
+    """Starts each worker inside its namespace, with the config file of its own host."""
+
+    def __init__(self, directory: Path, model: Path, hosts: Hosts, transfer: Transfer) -> None:
+        self.hosts = hosts
+        keys = str(generate_keys(directory / "keys"))
+        self.configs = {}
+        for role, address in (("prefill", hosts.far), ("decode", hosts.near)):
+            place = directory / role
+            place.mkdir()
+            self.configs[role] = make_config(
+                place,
+                model,
+                split=True,
+                transfer=dict(transfer),
+                endpoints={
+                    "router_workers": f"tcp://{hosts.near}:5610",
+                    "kv": f"tcp://0.0.0.0:{port_of(role, hosts)}",
+                    "advertise": address,
+                },
+                security={"keys": keys},
+            )
+        super().__init__(self.configs["prefill"])
+
+    def start(self, name: str, config: Path | None = None) -> None:
+        role = name.partition("-")[0]
+        service = [sys.executable, "-m", f"services.{role}", "--name", name, "--die-with-parent"]
+        inside = self.hosts.inside if role == "prefill" else ()
+        self.processes[name] = subprocess.Popen(
+            [*inside, *service, "--config", str(config or self.configs[role])],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+        )
+
+
+async def with_hosts(
+    directory: Path,
+    model: Path,
+    hosts: Hosts,
+    test: Callable[[TwoHosts], Coroutine[object, object, None]],
+    transfer: Transfer = TRANSFER,
+) -> None:
+    """Run a test with one prefill and one decode worker that both said hello."""
+    router = TwoHosts(directory, model, hosts, transfer)
+    try:
+        router.start("prefill-0")
+        router.start("decode-0")
+        await router.ready("prefill-0", "decode-0")
+        await test(router)
+    except BaseException:
+        for process in router.processes.values():
+            process.kill()
+            process.communicate()
+        router.processes.clear()
+        raise
+    finally:
+        await router.close()

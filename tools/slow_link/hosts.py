@@ -1,0 +1,66 @@
+"""A second host on this machine: a network namespace at the far end of a simulated link."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ResourceMissing
+from tools.slow_link.relay import LinkSpec, LinkUp, far_device, ip
+from tools.slow_link.shaping import LinkProfile
+
+WIRE_MTU: Final = 1500
+LARGE_MTU: Final = 65000
+"""Fewer, larger packets: what a process can carry at 10 Gbit/s."""
+
+
+class Hosts(Struct, frozen=True):
+    """``near`` is this host's address on the link; ``far`` is that of ``device`` in the
+    namespace ``space``."""
+
+    space: str
+    device: str
+    near: str
+    far: str
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What stands before a command that is to run on the far host."""
+        return ("ip", "netns", "exec", self.space)
+
+    def cable(self, state: str) -> None:
+        """Set the link ``down`` or ``up``, at the far end: here the route stays, and nothing else
+        that answers connections takes its place."""
+        ip("-n", self.space, "link", "set", self.device, state)
+
+
+@contextmanager
+def slow_link(profile: LinkProfile, mtu: int, subnet: int) -> Iterator[Hosts]:
+    """Join a new namespace to this one, in 10.213.``subnet``.0/24, as long as the context lasts.
+
+    Raises:
+        ResourceMissing: no rights, no ``ip``, no namespaces or no TUN devices here.
+    """
+    name = f"dtp{os.getpid() % 10**8}x{subnet}"
+    hosts = Hosts(name, far_device(name), f"10.213.{subnet}.1", f"10.213.{subnet}.2")
+    spec = LinkSpec(name=name, near=hosts.near, far=hosts.far, mtu=mtu, profile=profile)
+    command = [sys.executable, "-m", "tools.slow_link.relay", msgspec.json.encode(spec).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as relay:
+        assert relay.stdin is not None
+        assert relay.stdout is not None
+        line = relay.stdout.readline()
+        if not line:
+            raise ResourceMissing("the simulated link did not come up")
+        up = msgspec.json.decode(line, type=LinkUp)
+        if up.error is not None:
+            raise ResourceMissing(up.error)
+        try:
+            yield hosts
+        finally:
+            relay.stdin.close()
+            relay.wait(timeout=20)
