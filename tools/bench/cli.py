@@ -79,34 +79,56 @@ def bench_serve(options: ServeOptions) -> int:
     return command.bench_deployment(deployment, options.config, plan, console, place)
 
 
+class TransferOptions(Struct, frozen=True, kw_only=True):
+    """Of ``bench transfer``."""
+
+    model: ModelOption = DEFAULT_MODEL
+    tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024,2048,4096,8192"
+    codec: Annotated[str, typer.Option(help="Codecs of the host path, commas between.")] = "none"
+    prefill_rate: Annotated[float, typer.Option(help="Tokens/s of the paced prefill.")] = 4000.0
+    chunk: Annotated[int, typer.Option(help="KiB per chunk on the host path.", min=4)] = 512
+    slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1)] = 32
+    repeats: Annotated[int, typer.Option(help="Runs per figure; the median counts.", min=1)] = 5
+    rate: Annotated[float, typer.Option(help="Gbit/s of a simulated link.", min=0)] = 0.0
+    delay: Annotated[float, typer.Option(help="Its delay in ms, one way.", min=0)] = 0.0
+    loss: Annotated[float, typer.Option(help="Packets it loses, in %.", min=0, max=90)] = 0.0
+    out: ReportOption = None
+
+
 @bench_app.command("transfer")
-def bench_transfer(
-    model: ModelOption = DEFAULT_MODEL,
-    tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024,2048,4096,8192",
-    prefill_rate: Annotated[float, typer.Option(help="Tokens/s of the paced prefill.")] = 4000.0,
-    chunk: Annotated[int, typer.Option(help="KiB per chunk on the host path.", min=4)] = 512,
-    slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1)] = 32,
-    repeats: Annotated[int, typer.Option(help="Runs per figure; the median counts.", min=1)] = 5,
-    out: ReportOption = None,
-) -> None:
+@with_options(TransferOptions)
+def bench_transfer(options: TransferOptions) -> int:
     """Measure how fast KV moves by each path, and how much of it a request waits for.
 
-    Rates stand beside memcpy and two bare ZeroMQ sockets, measured in the same run.
+    Rates stand beside memcpy and two bare ZeroMQ sockets, measured in the same run. A simulated
+    link puts the sender on a host of its own (a network namespace, which needs root).
 
-    Example: `diptych bench transfer --tokens 512,2048 --out reports/transfer`
+    Examples:
+
+    `diptych bench transfer --tokens 512,2048 --out reports/transfer`
+
+    `diptych bench transfer --codec none,int8 --rate 1 --delay 1`
     """
-    from tools.bench.transfer import TransferPlan
-    from tools.bench.transfer_report import model_layout, parse_lengths, run_bench
+    from tools.bench.transfer_plan import TransferPlan
+    from tools.bench.transfer_report import (
+        link_profile,
+        model_layout,
+        parse_codecs,
+        parse_lengths,
+        run_bench,
+    )
 
     plan = TransferPlan(
-        layout=model_layout(model, 16),
-        lengths=parse_lengths(tokens),
-        prefill_rate=prefill_rate,
-        chunk_bytes=chunk << 10,
-        slots=slots,
-        repeats=repeats,
+        layout=model_layout(options.model, 16),
+        lengths=parse_lengths(options.tokens),
+        prefill_rate=options.prefill_rate,
+        chunk_bytes=options.chunk << 10,
+        slots=options.slots,
+        repeats=options.repeats,
+        codecs=parse_codecs(options.codec),
+        link=link_profile(options.rate, options.delay, options.loss),
     )
-    raise typer.Exit(run_bench(plan, out, Console()))
+    return run_bench(plan, options.out, Console())
 
 
 class CodecOptions(Struct, frozen=True, kw_only=True):

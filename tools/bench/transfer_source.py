@@ -22,12 +22,12 @@ RAW_HWM: Final = 16
 
 
 class SourceSpec(Struct, frozen=True, kw_only=True):
-    """The pool to make and the size and number of raw messages for each who asks."""
+    """The pool to make, the size of raw messages, and the address to be reached at."""
 
     layout: KvLayout
     num_blocks: int
     chunk_bytes: int
-    raw_messages: int
+    address: str
 
 
 class SourceReady(Struct, frozen=True, kw_only=True):
@@ -42,17 +42,15 @@ def main() -> None:
     """Serve until standard input ends."""
     spec = msgspec.json.decode(sys.argv[1], type=SourceSpec)
     arena = KvArena.create(spec.layout, spec.num_blocks)
-    dice = np.random.default_rng(1)
-    for layer in range(len(spec.layout.layers)):
-        for part in arena.raw(layer):
-            part[:] = dice.integers(0, 256, part.shape, dtype=np.uint8)
+    _fill(arena)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = HostServer(context, "tcp://127.0.0.1:0", arena, worker="bench")
+    server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench")
     raw = context.socket(zmq.ROUTER)
     raw.setsockopt(zmq.SNDHWM, RAW_HWM)
     raw.setsockopt(zmq.LINGER, 0)
-    raw.bind("tcp://127.0.0.1:0")
-    thread = threading.Thread(target=_serve_raw, args=(raw, spec), daemon=True)
+    raw.bind(f"tcp://{spec.address}:0")
+    size = spec.num_blocks * spec.layout.block_bytes
+    thread = threading.Thread(target=_serve_raw, args=(raw, size, spec.chunk_bytes), daemon=True)
     thread.start()
     ready = SourceReady(
         arena=arena.descriptor(),
@@ -66,18 +64,26 @@ def main() -> None:
     thread.join()
 
 
-def _serve_raw(socket: "zmq.Socket[bytes]", spec: SourceSpec) -> None:
-    """Answer each message by ``raw_messages`` messages without a copy and without a check."""
-    payload = np.ones(16 * spec.chunk_bytes, dtype=np.uint8).data
-    size = spec.chunk_bytes
+def _fill(arena: KvArena) -> None:
+    """Fill a bf16 pool with noise, as a codec expects it: any bytes would make NaNs."""
+    dice = np.random.default_rng(1)
+    for layer in range(len(arena.layout.layers)):
+        for part in arena.raw(layer):
+            for block in part:
+                noise = dice.standard_normal(block.size // 2, dtype=np.float32)
+                block[:] = (noise.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def _serve_raw(socket: "zmq.Socket[bytes]", size: int, chunk: int) -> None:
+    """Answer a number by as many bytes, without a copy and without a check."""
+    payload = np.ones(-(-size // chunk) * chunk, dtype=np.uint8).data
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         while True:
-            peer = socket.recv_multipart()[0]
-            for number in range(spec.raw_messages):
-                start = number % 16 * size
+            peer, wanted = socket.recv_multipart()
+            for start in range(0, msgspec.json.decode(wanted, type=int), chunk):
                 socket.send(peer, zmq.SNDMORE)
-                socket.send(payload[start : start + size], copy=False)
+                socket.send(payload[start : start + chunk], copy=False)
     except zmq.ContextTerminated:
         socket.close(linger=0)
 

@@ -1,0 +1,89 @@
+"""What ``diptych bench transfer`` reads and prints."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from shared.errors import BadConfig
+from shared.kv.layout import KvLayout, LayerKv
+from tools.bench import transfer_report
+from tools.bench.transfer_plan import TransferPlan, TransferRow, schedule
+from tools.bench.transfer_report import link_profile, parse_codecs, parse_lengths, run_bench
+
+LAYOUT = KvLayout(dtype="bf16", block_size=16, layers=(LayerKv(2, 16, 16),) * 4)
+
+
+def plan() -> TransferPlan:
+    return TransferPlan(
+        layout=LAYOUT, lengths=(1024, 8192), prefill_rate=4000.0, codecs=("none", "int8")
+    )
+
+
+def row(tokens: int, path: str = "host", codec: str = "none") -> TransferRow:
+    figures = dict.fromkeys(("seconds", "visible", "visible_off", "cpu_seconds"), 0.1234)
+    rates = dict.fromkeys(("rate", "reference", "share", "overlap", "of_plain"), 0.75)
+    sizes = {"tokens": tokens, "bytes": 123_456_789, "wire": 98_765_432}
+    return msgspec.convert(
+        {"path": path, "codec": codec} | sizes | figures | rates, type=TransferRow
+    )
+
+
+@pytest.mark.keeps("fds")  # matplotlib's fonts
+def test_nothing_is_cut_where_no_terminal_says_its_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards tables in logs whose figures end in an ellipsis, and the page that help promises."""
+    rows = [row(n, p, c) for n in (1024, 8192) for p, c in plan().movers]
+    monkeypatch.setattr(transfer_report, "measure", lambda plan, note: rows)
+    out = io.StringIO()
+    assert run_bench(plan(), tmp_path / "deep" / "transfer", Console(file=out)) == 0
+    text = out.getvalue()
+    assert "…" not in text
+    assert all(f"{name} " in text for name in ("8,192", "without pipeline", "75 % of 0.00"))
+    page = (tmp_path / "deep" / "transfer.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 4
+    assert "host int8" in page
+    assert "98.8" in page
+    saved = msgspec.json.decode((tmp_path / "deep" / "transfer.json").read_bytes())
+    assert len(saved["rows"]) == 6
+    assert saved["plan"]["codecs"] == ["none", "int8"]
+
+
+def test_options_are_read_or_refused_by_name() -> None:
+    """Guards a typing error that measures something else."""
+    assert parse_lengths("128,2048") == (128, 2048)
+    assert parse_codecs("int8") == ("none", "int8")
+    assert parse_codecs("k4v4, none") == ("none", "k4v4")
+    with pytest.raises(BadConfig, match="no codec 'zip'"):
+        parse_codecs("none,zip")
+    with pytest.raises(BadConfig, match="--tokens"):
+        parse_lengths("128,x")
+    assert link_profile(0, 0, 0) is None
+    link = link_profile(10, 1, 30)
+    assert link is not None
+    assert (link.rate, link.delay, link.loss) == (1.25e9, 1e-3, 0.3)
+
+
+def test_a_link_leaves_the_path_of_one_host_out() -> None:
+    """Guards shared memory measured under the name of a link."""
+    assert plan().movers == (("ipc", "none"), ("host", "none"), ("host", "int8"))
+    far = msgspec.structs.replace(plan(), link=link_profile(1, 0, 0))
+    assert far.movers == (("host", "none"), ("host", "int8"))
+
+
+def test_a_paced_prefill_announces_each_block_and_layer_once() -> None:
+    """Guards figures of KV that was moved twice, or not at all."""
+    told = msgspec.structs.replace(plan(), notify_layers=3, chunk_tokens=512)
+    spans = schedule(told, 1100, pipeline=True)
+    cells = [
+        (layer, block)
+        for span in spans
+        for layer in range(span.first_layer, span.end_layer)
+        for block in range(span.first_block, span.end_block)
+    ]
+    assert len(cells) == len(set(cells)) == len(LAYOUT.layers) * told.blocks(1100)
+    assert [span.at for span in spans] == sorted(span.at for span in spans)
+    assert spans[-1].at == 1100 / told.prefill_rate

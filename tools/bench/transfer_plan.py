@@ -1,0 +1,101 @@
+"""What ``diptych bench transfer`` measures, and what it finds."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.kv.codecs.frame import CodecName
+from shared.kv.layout import KvLayout
+from tools.slow_link.shaping import LinkProfile
+
+Path = Literal["ipc", "host"]
+
+
+class TransferPlan(Struct, frozen=True, kw_only=True):
+    """What to measure. ``prefill_rate``: tokens per second of the paced prefill.
+
+    ``codecs`` are those of the ``host`` path, plain (``none``) first. With a ``link`` the sender
+    is on another host at its far end, and only ``host`` is measured.
+    """
+
+    layout: KvLayout
+    lengths: tuple[int, ...]
+    prefill_rate: float
+    chunk_tokens: int = 512
+    notify_layers: int = 8
+    chunk_bytes: int = 512 << 10
+    slots: int = 32
+    repeats: int = 5
+    codecs: tuple[CodecName, ...] = ("none",)
+    link: LinkProfile | None = None
+
+    @property
+    def movers(self) -> tuple[tuple[Path, CodecName], ...]:
+        """Every path with its codec, in the order of the report."""
+        host: tuple[tuple[Path, CodecName], ...] = tuple(("host", name) for name in self.codecs)
+        return host if self.link is not None else (("ipc", "none"), *host)
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks of so many tokens."""
+        return -(-tokens // self.layout.block_size)
+
+    def size(self, tokens: int) -> int:
+        """Return the bytes of the blocks of so many tokens."""
+        return self.blocks(tokens) * self.layout.block_bytes
+
+
+class TransferRow(Struct, frozen=True, kw_only=True):
+    """One path, codec and prompt length. Times in seconds, rates in raw bytes per second.
+
+    ``wire``: bytes that travelled. ``seconds``: all KV at once. ``visible``: between the end of
+    the prefill and the arrival of its KV, with layers announced while it runs or
+    (``visible_off``) at its end only. ``share`` is the rate over ``reference``: memcpy for
+    ``ipc``, two raw sockets for ``host``. ``of_plain``: ``visible_off`` over that of the plain
+    bytes of this path.
+    """
+
+    path: Path
+    codec: CodecName
+    tokens: int
+    bytes: int
+    wire: int
+    seconds: float
+    rate: float
+    reference: float
+    share: float
+    visible: float
+    visible_off: float
+    overlap: float
+    of_plain: float
+    cpu_seconds: float
+
+
+class Span(Struct, frozen=True):
+    """Layers of blocks that become readable ``at`` seconds after the prefill began."""
+
+    at: float
+    first_layer: int
+    end_layer: int
+    first_block: int
+    end_block: int
+
+
+def everything(plan: TransferPlan, tokens: int, at: float = 0.0) -> list[Span]:
+    """Return one announcement of all KV."""
+    return [Span(at, 0, len(plan.layout.layers), 0, plan.blocks(tokens))]
+
+
+def schedule(plan: TransferPlan, tokens: int, *, pipeline: bool) -> list[Span]:
+    """Return the announcements of a prefill that computes at an even pace."""
+    layers, size = len(plan.layout.layers), plan.layout.block_size
+    if not pipeline:
+        return everything(plan, tokens, tokens / plan.prefill_rate)
+    spans = []
+    for start in range(0, tokens, plan.chunk_tokens):
+        end = min(tokens, start + plan.chunk_tokens)
+        blocks = start // size, -(-end // size)
+        for first in range(0, layers, plan.notify_layers):
+            last = min(layers, first + plan.notify_layers)
+            at = (start + (end - start) * last / layers) / plan.prefill_rate
+            spans.append(Span(at, first, last, *blocks))
+    return spans
