@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from shared.device import open as devices
 from shared.device.cuda import CudaDevice
 from shared.device.cuda_memory import CupyMemory
 from shared.device.device import KvMemory, SharedKv
@@ -42,6 +43,10 @@ class SharedRuntime(FakeRuntime):
         address = int(memory.ctypes.data)
         self.taken[address], self._files[address] = memory, (file, size)
         return address
+
+    def free(self, address: int) -> None:
+        super().free(address)
+        os.close(self._files.pop(address)[0])
 
     def ipcGetMemHandle(self, address: int) -> bytes:
         return _HANDLE.pack(os.getpid(), *self._files[address]).ljust(64, b"\0")
@@ -92,7 +97,7 @@ def open_fake(name: str) -> FakeGpu:
 
 def main() -> None:
     """Run the module named first with everything after it as its arguments."""
-    load.open_device = open_fake
+    load.open_device = devices.open_device = open_fake
     load.choose_kernels = lambda place: (PlainKernels(), "torch attention")
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -92,6 +92,9 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     rate: Annotated[float, typer.Option(help="Gbit/s of a simulated link.", min=0)] = 0.0
     delay: Annotated[float, typer.Option(help="Its delay in ms, one way.", min=0)] = 0.0
     loss: Annotated[float, typer.Option(help="Packets it loses, in %.", min=0, max=90)] = 0.0
+    device: Annotated[
+        str, typer.Option(help="Where the KV is: cpu, cuda:N, or sender and reader cuda:N,cuda:M.")
+    ] = "cpu"
     out: ReportOption = None
 
 
@@ -101,13 +104,16 @@ def bench_transfer(options: TransferOptions) -> int:
     """Measure how fast KV moves by each path, and how much of it a request waits for.
 
     Rates stand beside memcpy and two bare ZeroMQ sockets, measured in the same run. A simulated
-    link puts the sender on a host of its own (a network namespace, which needs root).
+    link puts the sender on a host of its own (a network namespace, which needs root). On GPUs the
+    rate of CUDA IPC stands beside a copy within one.
 
     Examples:
 
     `diptych bench transfer --tokens 512,2048 --out reports/transfer`
 
     `diptych bench transfer --codec none,int8 --rate 1 --delay 1`
+
+    `diptych bench transfer --device cuda:0,cuda:1 --tokens 1024,8192`
     """
     from tools.bench.transfer_plan import TransferPlan
     from tools.bench.transfer_report import (
@@ -127,6 +133,7 @@ def bench_transfer(options: TransferOptions) -> int:
         repeats=options.repeats,
         codecs=parse_codecs(options.codec),
         link=link_profile(options.rate, options.delay, options.loss),
+        device=options.device,
     )
     return run_bench(plan, options.out, Console())
 

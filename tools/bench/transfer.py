@@ -17,7 +17,6 @@ from shared.errors import TransferFailed
 from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName
 from shared.transport.bulk.encoded import EncodedChunks
-from shared.transport.bulk.payload import Bytes
 from shared.transport.bulk.plan import plan_encoded
 from tools.bench.transfer_movers import DEADLINE, Context, HostMover, IpcMover, Mover
 from tools.bench.transfer_plan import Span, TransferPlan, TransferRow, everything, schedule
@@ -28,7 +27,7 @@ _PACED = 3
 _SUBNET = 8
 
 
-class _Times(Struct):
+class Times(Struct):
     """Seconds of every round, per way to announce."""
 
     wire: int = 0
@@ -57,12 +56,12 @@ def measure(plan: TransferPlan, note: Callable[[str], None]) -> list[TransferRow
         spec = SourceSpec(
             layout=plan.layout, num_blocks=most, chunk_bytes=plan.chunk_bytes, address=address
         )
-        process, ready = stack.enter_context(_source(spec, inside))
+        process, ready = stack.enter_context(source_process(spec, inside))
         target = stack.enter_context(_pool(plan, most))
         source = KvArena.open(ready.arena, plan.layout)
         stack.callback(source.close)
-        context = stack.enter_context(_context())
-        raw = stack.enter_context(_raw_socket(context, ready.raw_endpoint))
+        context = stack.enter_context(own_context())
+        raw = stack.enter_context(raw_socket(context, ready.raw_endpoint))
         movers: list[Mover] = []
         for path, codec in plan.movers:
             if path == "ipc":
@@ -72,33 +71,37 @@ def measure(plan: TransferPlan, note: Callable[[str], None]) -> list[TransferRow
             stack.callback(host.close)
             movers.append(host)
         for tokens in plan.lengths:
-            times = _rounds(plan, tokens, movers, raw, process, note)
+            copy = _memcpy_of(plan.size(tokens))
+            times = rounds(plan, tokens, movers, raw, copy, process, note)
             for (path, codec), mover in zip(plan.movers, movers, strict=True):
                 note(f"the bytes of {path} {codec}, {tokens} tokens")
                 _check(plan, tokens, codec, mover, (source, target))
-            rows += _rows(plan, tokens, times)
+            rows += rows_of(plan, tokens, times)
     return rows
 
 
-def _rounds(
+def rounds(
     plan: TransferPlan,
     tokens: int,
     movers: list[Mover],
     raw: "zmq.Socket[bytes]",
+    copy: Callable[[], float],
     process: psutil.Process,
     note: Callable[[str], None],
-) -> list[_Times]:
-    """Return the times of each mover; in each round all of them take their turn."""
-    times = [_Times(at_once=[], visible=[], visible_off=[], reference=[]) for _ in movers]
+) -> list[Times]:
+    """Return the times of each mover; in each round all of them take their turn.
+
+    ``copy`` returns the seconds of one copy of as many bytes, which ``ipc`` is measured against.
+    """
+    times = [Times(at_once=[], visible=[], visible_off=[], reference=[]) for _ in movers]
     at_once = everything(plan, tokens)
     on = schedule(plan, tokens, pipeline=True)
     off = schedule(plan, tokens, pipeline=False)
     size = plan.size(tokens)
-    memory = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
     for number in range(-1, max(plan.repeats, _PACED)):  # the first one warms
         for (path, codec), mover, found in zip(plan.movers, movers, times, strict=True):
             note(f"{path} {codec}, {tokens} tokens")
-            reference = _raw(raw, size, plan.chunk_bytes) if path == "host" else _memcpy(*memory)
+            reference = _raw(raw, size, plan.chunk_bytes) if path == "host" else copy()
             cpu = _cpu(process)
             seconds, found.wire = _timed(mover, at_once)
             cpu = _cpu(process) - cpu
@@ -114,7 +117,8 @@ def _rounds(
     return times
 
 
-def _rows(plan: TransferPlan, tokens: int, times: list[_Times]) -> list[TransferRow]:
+def rows_of(plan: TransferPlan, tokens: int, times: list[Times]) -> list[TransferRow]:
+    """Return the medians of what ``rounds`` measured."""
     size = plan.size(tokens)
     plain = {
         path: median(found.visible_off)
@@ -158,11 +162,16 @@ def _cpu(process: psutil.Process) -> float:
     return time.process_time() + other.user + other.system
 
 
-def _memcpy(source: Bytes, target: Bytes) -> float:
-    """Return the seconds of one copy of as many bytes, warm as the pools are."""
-    begun = time.monotonic()
-    target[:] = source
-    return time.monotonic() - begun
+def _memcpy_of(size: int) -> Callable[[], float]:
+    """Return what copies so many bytes, warm as the pools are, and returns the seconds."""
+    source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+
+    def copy() -> float:
+        begun = time.monotonic()
+        target[:] = source
+        return time.monotonic() - begun
+
+    return copy
 
 
 def _raw(socket: "zmq.Socket[bytes]", size: int, chunk: int) -> float:
@@ -210,7 +219,8 @@ def _compare(expected: KvArena, target: KvArena, blocks: int) -> None:
 
 
 @contextmanager
-def _context() -> Iterator[Context]:
+def own_context() -> Iterator[Context]:
+    """Make a context and end it."""
     context: Context = zmq.Context()
     try:
         yield context
@@ -219,7 +229,8 @@ def _context() -> Iterator[Context]:
 
 
 @contextmanager
-def _raw_socket(context: Context, endpoint: str) -> Iterator["zmq.Socket[bytes]"]:
+def raw_socket(context: Context, endpoint: str) -> Iterator["zmq.Socket[bytes]"]:
+    """Connect to the sending process's socket that does nothing else."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, RAW_HWM)
@@ -241,10 +252,15 @@ def _pool(plan: TransferPlan, blocks: int) -> Iterator[KvArena]:
 
 
 @contextmanager
-def _source(
-    spec: SourceSpec, inside: tuple[str, ...]
+def source_process(
+    spec: SourceSpec, inside: tuple[str, ...] = (), launch: tuple[str, ...] = ("-m",)
 ) -> Iterator[tuple[psutil.Process, SourceReady]]:
-    command = [*inside, sys.executable, "-m", "tools.bench.transfer_source"]
+    """Run the sending process; ``launch`` is what Python gets before the module.
+
+    Raises:
+        TransferFailed: it did not start; its own words are on standard error.
+    """
+    command = [*inside, sys.executable, *launch, "tools.bench.transfer_source"]
     with subprocess.Popen(
         [*command, msgspec.json.encode(spec).decode()],
         stdin=subprocess.PIPE,

@@ -6,12 +6,14 @@ from typing import Protocol
 
 import zmq
 
+from shared.device.device import SharedKv
 from shared.errors import TransferFailed
 from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName
 from shared.kv.copy import copy_blocks, verify_generations
 from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.reader import Fetched, FetchJob, HostReader, Outcome, Peer, ReaderLimits
+from shared.transport.bulk.stage import InStage
 from tools.bench.transfer_plan import Span, TransferPlan
 from tools.bench.transfer_source import SourceReady
 
@@ -53,21 +55,24 @@ class IpcMover:
 
 
 class HostMover:
-    """Fetches over a socket with one codec."""
+    """Fetches over a socket with one codec; ``stage`` as for ``HostReader``."""
 
     def __init__(
         self,
         context: Context,
         plan: TransferPlan,
         ready: SourceReady,
-        target: KvArena,
+        target: SharedKv,
         codec: CodecName,
+        stage: InStage | None = None,
     ) -> None:
         self._outcomes: queue.SimpleQueue[Outcome[str]] = queue.SimpleQueue()
         limits = ReaderLimits(
             chunk_bytes=plan.chunk_bytes, fetch=FetchLimits(slots=plan.slots, stall=10.0)
         )
-        self._reader: HostReader[str] = HostReader(context, target, limits, self._outcomes.put)
+        self._reader: HostReader[str] = HostReader(
+            context, target, limits, self._outcomes.put, stage
+        )
         identity = f"bench#{codec}".encode()
         peer = Peer(
             endpoint=ready.endpoint, arena=ready.arena.arena_id, identity=identity, codec=codec

@@ -15,7 +15,8 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
     """What to measure. ``prefill_rate``: tokens per second of the paced prefill.
 
     ``codecs`` are those of the ``host`` path, plain (``none``) first. With a ``link`` the sender
-    is on another host at its far end, and only ``host`` is measured.
+    is on another host at its far end, and only ``host`` is measured. ``device``: where both pools
+    are, or sender's and reader's with a comma between.
     """
 
     layout: KvLayout
@@ -28,6 +29,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
     repeats: int = 5
     codecs: tuple[CodecName, ...] = ("none",)
     link: LinkProfile | None = None
+    device: str = "cpu"
 
     @property
     def movers(self) -> tuple[tuple[Path, CodecName], ...]:
@@ -49,9 +51,9 @@ class TransferRow(Struct, frozen=True, kw_only=True):
 
     ``wire``: bytes that travelled. ``seconds``: all KV at once. ``visible``: between the end of
     the prefill and the arrival of its KV, with layers announced while it runs or
-    (``visible_off``) at its end only. ``share`` is the rate over ``reference``: memcpy for
-    ``ipc``, two raw sockets for ``host``. ``of_plain``: ``visible_off`` over that of the plain
-    bytes of this path.
+    (``visible_off``) at its end only. ``share`` is the rate over ``reference``: memcpy (on
+    a GPU: a copy within it) for ``ipc``, two raw sockets for ``host``. ``of_plain``:
+    ``visible_off`` over that of the plain bytes of this path.
     """
 
     path: Path

@@ -16,6 +16,7 @@ from shared.kv.layout import KvLayout, LayerKv
 from tools.bench.page import Rows, machine, now, processor, render_page, write_files
 from tools.bench.plots import grouped_bars
 from tools.bench.transfer import measure
+from tools.bench.transfer_device import measure_devices
 from tools.bench.transfer_plan import TransferPlan, TransferRow
 from tools.slow_link.shaping import LinkProfile
 
@@ -23,8 +24,9 @@ _FULL_WIDTH = 160
 _HEADER = ["path", "codec", "tokens", "MB", "on the wire", "at once ms", "GB/s", "of reference"]
 _HEADER += ["visible ms", "without pipeline", "hidden", "of none", "CPU ms"]
 _EXPLANATION = (
-    "At once: all KV of the prompt. Reference: memcpy for ipc, two ZeroMQ sockets that send as "
-    "many bytes out of as much memory and drop them for host; measured in turn with each row. "
+    "At once: all KV of the prompt. Reference: memcpy (on a GPU: a copy within it) for ipc, two "
+    "ZeroMQ sockets that send as many bytes out of as much memory and drop them for host; measured "
+    "in turn with each row. "
     "Visible: from the end of the paced prefill to the arrival of its KV, with layers announced "
     "while it runs; without pipeline: announced at its end. Hidden: the share of the latter "
     "that the former spares. Of none: without pipeline, over the same with plain bytes. GB/s of "
@@ -81,9 +83,15 @@ def link_profile(rate: float, delay: float, loss: float) -> LinkProfile | None:
 
 
 def run_bench(plan: TransferPlan, out: Path | None, console: Console) -> int:
-    """Measure, print, write. Returns the exit code."""
+    """Measure, print, write. Returns the exit code.
+
+    Raises:
+        BadConfig: such a device cannot be measured, or not so.
+        ResourceMissing: a device, its libraries or memory are missing.
+    """
     with console.status("measuring") as status:
-        rows = measure(plan, lambda what: status.update(f"measuring {what}"))
+        run = measure if plan.device == "cpu" else measure_devices
+        rows = run(plan, lambda what: status.update(f"measuring {what}"))
     report = TransferReport(
         made_at=now(),
         machine=f"{processor()}, {machine()}",
@@ -113,6 +121,8 @@ def facts(report: TransferReport) -> list[str]:
         f"prefill paced at {plan.prefill_rate:g} tokens/s",
         "every byte compared",
     ]
+    if plan.device != "cpu":
+        said.append(f"KV on {plan.device}")
     if plan.link is not None:
         rate = f"{plan.link.rate * 8 / 1e9:g} Gbit/s" if plan.link.rate else "no limit"
         delay, loss = 1e3 * plan.link.delay, 100 * plan.link.loss

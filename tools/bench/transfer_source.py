@@ -6,28 +6,41 @@ ends with its standard input.
 
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 import numpy as np
+import torch
 import zmq
 from msgspec import Struct
 
+from shared.device import open as devices
+from shared.device.cuda_pool import CudaPool
+from shared.device.cuda_stage import CudaLift
+from shared.device.device import SharedKv
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout
 from shared.messages.prefill_decode import ArenaDescriptor
+from shared.transport.bulk.payload import Bytes
 from shared.transport.bulk.server import HostServer
+from shared.transport.bulk.stage import OutStage
 
 RAW_HWM: Final = 16
 
 
 class SourceSpec(Struct, frozen=True, kw_only=True):
-    """The pool to make, the size of raw messages, and the address to be reached at."""
+    """The pool to make, the size of raw messages, and the address to be reached at.
+
+    On a GPU twice ``slots`` chunks are staged, as a worker does.
+    """
 
     layout: KvLayout
     num_blocks: int
     chunk_bytes: int
     address: str
+    device: str = "cpu"
+    slots: int = 32
 
 
 class SourceReady(Struct, frozen=True, kw_only=True):
@@ -41,10 +54,9 @@ class SourceReady(Struct, frozen=True, kw_only=True):
 def main() -> None:
     """Serve until standard input ends."""
     spec = msgspec.json.decode(sys.argv[1], type=SourceSpec)
-    arena = KvArena.create(spec.layout, spec.num_blocks)
-    _fill(arena)
+    arena, stage = _filled(spec)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench")
+    server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench", stage=stage)
     raw = context.socket(zmq.ROUTER)
     raw.setsockopt(zmq.SNDHWM, RAW_HWM)
     raw.setsockopt(zmq.LINGER, 0)
@@ -64,14 +76,33 @@ def main() -> None:
     thread.join()
 
 
-def _fill(arena: KvArena) -> None:
-    """Fill a bf16 pool with noise, as a codec expects it: any bytes would make NaNs."""
+def contents(layout: KvLayout, num_blocks: int) -> Iterator[tuple[int, int, Bytes]]:
+    """Yield layer, part (K 0, V 1) and bytes [num_blocks, bytes per block] of a filled bf16 pool.
+
+    They are noise, as a codec expects it: any bytes would make NaNs.
+    """
     dice = np.random.default_rng(1)
-    for layer in range(len(arena.layout.layers)):
-        for part in arena.raw(layer):
-            for block in part:
-                noise = dice.standard_normal(block.size // 2, dtype=np.float32)
-                block[:] = (noise.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    for layer in range(len(layout.layers)):
+        for part, unit in enumerate((layout.k_block_bytes(layer), layout.v_block_bytes(layer))):
+            noise = dice.standard_normal((num_blocks, unit // 2), dtype=np.float32)
+            yield layer, part, (noise.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def _filled(spec: SourceSpec) -> tuple[SharedKv, OutStage | None]:
+    """Return the pool, and what its chunks are staged in on the way out."""
+    if spec.device == "cpu":
+        arena = KvArena.create(spec.layout, spec.num_blocks)
+        for layer, part, content in contents(spec.layout, spec.num_blocks):
+            arena.raw(layer)[part][:] = content
+        return arena, None
+    device = devices.open_device(spec.device)
+    memory, pool = device.kv_memory(spec.layout, spec.num_blocks)
+    assert isinstance(pool, CudaPool)
+    for layer, part, content in contents(spec.layout, spec.num_blocks):
+        there = (memory.k(layer), memory.v(layer))[part][: spec.num_blocks]
+        there.view(spec.num_blocks, -1).view(torch.uint8).copy_(torch.from_numpy(content))
+    device.synchronise()
+    return pool, CudaLift(pool, 2 * spec.slots, spec.chunk_bytes)
 
 
 def _serve_raw(socket: "zmq.Socket[bytes]", size: int, chunk: int) -> None:
