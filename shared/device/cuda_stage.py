@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from shared.device.cuda_pool import CudaPool
-from shared.device.pinned import address_of
+from shared.device.cuda_stream import Mark
+from shared.device.pinned import Bytes, address_of
 from shared.transport.bulk.plan import PlannedChunk
 
 LANDING_SLABS: Final = 4
@@ -26,16 +27,17 @@ LANDING_SLABS: Final = 4
 class CudaLift:
     """Takes chunks out, at most ``count`` at a time: a slab is free again with its last frame.
 
+    Slabs are pinned with the first chunk: a worker that nobody reads from this way needs none.
+
     A chunk larger than a slab, as a reader of another ``transfer.chunk_size`` asks for, is staged
     in memory of its own, counted as a slab.
-
-    Raises:
-        ResourceMissing: the slabs cannot be pinned.
     """
 
     def __init__(self, pool: CudaPool, count: int, size: int) -> None:
         self._pool = pool
-        self._slabs = pool.slabs(count, size)
+        self._size = size
+        self._slabs: list[Bytes] = []
+        self._count = count
         self._free = deque(range(count))
         self._stream = pool.side_stream()
 
@@ -45,10 +47,17 @@ class CudaLift:
         return bool(self._free)
 
     def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the chunk as one frame; to be called while there is ``room`` only."""
+        """Return the chunk as one frame; to be called while there is ``room`` only.
+
+        Raises:
+            ResourceMissing: the slabs cannot be pinned.
+            TransferFailed, DeviceLost: as ``SideStream``.
+        """
+        if not self._slabs:
+            self._slabs = self._pool.slabs(self._count, self._size)
         slot = self._free.popleft()
-        slab = self._slabs[slot]
-        frame = slab[: chunk.size] if chunk.size <= slab.size else np.empty(chunk.size, np.uint8)
+        whole = chunk.size <= self._size
+        frame = self._slabs[slot][: chunk.size] if whole else np.empty(chunk.size, np.uint8)
         # libzmq reads the frame when it likes; its garbage collector drops the last reference.
         weakref.finalize(frame, self._free.append, slot).atexit = False
         at = address_of(frame)
@@ -65,22 +74,28 @@ class CudaLift:
 
 
 class CudaLand:
-    """Puts chunks in, by turns through ``count`` slabs.
-
-    Raises:
-        ResourceMissing: the slabs cannot be pinned.
-    """
+    """Puts chunks in, by turns through ``count`` slabs, pinned with the first chunk."""
 
     def __init__(self, pool: CudaPool, size: int, count: int = LANDING_SLABS) -> None:
         self._pool = pool
         self._stream = pool.side_stream()
-        self._turns = deque((slab, self._stream.mark()) for slab in pool.slabs(count, size))
+        self._size = size
+        self._count = count
+        self._turns: deque[tuple[Bytes, Mark]] = deque()
         self._pending = False
 
     def land(
         self, chunk: PlannedChunk, blocks: Sequence[int], frames: Sequence[memoryview]
     ) -> None:
-        """Queue the chunk's copies behind those before it."""
+        """Queue the chunk's copies behind those before it.
+
+        Raises:
+            ResourceMissing: the slabs cannot be pinned.
+            TransferFailed, DeviceLost: as ``SideStream``.
+        """
+        if not self._turns:
+            slabs = self._pool.slabs(self._count, self._size)
+            self._turns.extend((slab, self._stream.mark()) for slab in slabs)
         slab, mark = self._turns[0]
         self._turns.rotate(-1)
         mark.wait()  # what this slab held last has reached its blocks

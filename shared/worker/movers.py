@@ -208,16 +208,20 @@ class Movers:
             arena=route.effect.arena.arena_id,
             identity=self._identity,
             security=security,
-            codec=route.effect.terms.codec,
+            codec=self._terms(route).codec,
         )
         self._reader.open(source, peer)
+
+    def _terms(self, route: _Route) -> CodecTerms:
+        """Return how KV comes by ``host``; what a GPU holds is never encoded."""
+        return route.effect.terms if self._cuda is None else CodecTerms("none", "declined")
 
     def _decided(self, source: SourceKey, path: KvPath, reason: PathReason) -> None:
         route = self._routes.get(source)
         if route is None:
             return
         route.path = path
-        terms = route.effect.terms if path == "host" else CodecTerms("none", "shared_memory")
+        terms = self._terms(route) if path == "host" else CodecTerms("none", "shared_memory")
         log.info(
             "KV of %s comes by %s (%s), codec %s (%s)",
             *(source.worker, path, reason, terms.codec, terms.reason),

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +63,7 @@ log = logging.getLogger(__name__)
 _TICK = 0.1
 _FAILED_STEPS_IN_A_ROW = 3
 _IDLE_BEFORE_CHECK = 30
+_LAST_SECONDS = 10
 _SLABS = 2
 """Chunks staged out of a GPU's memory, as a multiple of a reader's window. A reader has half its
 window at one source at most, so it takes four that hang to hold the others up."""
@@ -291,7 +293,12 @@ class WorkerService:
             self._over.set_exception(error)
 
     def _device_lost(self, error: DeviceLost) -> None:
-        """End the process; told by whichever thread copies."""
+        """End the process; told by whichever thread copies.
+
+        A device that hangs holds up the orderly end, too: torch waits for it when the arena is let
+        go. Then the kernel ends the process.
+        """
+        signal.alarm(_LAST_SECONDS)
         self._loop.call_soon_threadsafe(self._end, ServiceFailed(error.message))
 
     def _identity(self, engine: Engine, arena: SharedKv) -> WorkerIdentity:

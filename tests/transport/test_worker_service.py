@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import zmq
 
 from shared.config import Deployment, ModelSection, WorkerSection, WorkersSection
+from shared.device.device import SharedKv
 from shared.engine.batch import Sampled, StepInput, StepResult
-from shared.errors import ErrorPayload, IncompatiblePeer
+from shared.errors import DeviceLost, ErrorPayload, IncompatiblePeer
 from shared.ids import DispatchId, Incarnation
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
@@ -34,6 +36,8 @@ from shared.worker.settings import WorkerSettings, worker_settings
 from tests.conftest import RunAsync
 from tests.transport.harness import short_directory
 from tests.transport.worker_rig import request
+from tests.unit.device_pair import cuda_pool
+from tests.unit.fake_cupy import FakeRuntime
 
 LAYOUT = KvLayout(dtype="fp32", block_size=4, layers=(LayerKv(1, 2, 2),))
 
@@ -76,6 +80,7 @@ async def serve(
     engine: FakeEngine,
     answer: Callable[[FromWorker], list[ToWorker]],
     spoil: Callable[[WorkerService], None] = lambda service: None,
+    pool: SharedKv | None = None,
 ) -> None:
     """Run the service against a router that answers each message with ``answer``."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -87,7 +92,7 @@ async def serve(
     link: RouterLink[FromWorker, ToWorker] = RouterLink(
         context, settings.router_endpoint, FromWorker, on_message
     )
-    arena = KvArena.create(LAYOUT, 8)
+    arena = pool or KvArena.create(LAYOUT, 8)
     stop = asyncio.Event()
     try:
         with ThreadPoolExecutor(1) as thread:
@@ -223,3 +228,26 @@ def test_output_larger_than_a_message_costs_its_request_and_not_the_worker(
     assert failed == [(1, "too_large")]
     tokens = [t.dispatch for part in output for t in part.tokens]
     assert tokens == [2] * 6
+
+
+def test_a_gpu_whose_copies_fail_ends_the_worker(
+    run_async: RunAsync, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a worker that answers heartbeats and never again a transfer, also if it hangs."""
+    alarms: list[int] = []
+    monkeypatch.setattr(signal, "alarm", alarms.append)
+    runtime = FakeRuntime()
+    pool = cuda_pool(runtime, layout=LAYOUT)
+
+    def spoil(service: WorkerService) -> None:
+        stream = pool.side_stream()
+        runtime.fails["eventQuery"] = 700
+        with pytest.raises(DeviceLost):
+            stream.wait()
+        stream.close()
+
+    with pytest.raises(ServiceFailed, match="cuda:0 has failed: copies failed with CUDA error 700"):
+        run_async(serve(settings, FakeEngine(), sends(0), spoil, pool))
+    assert alarms == [10]
+    assert not runtime.streams and not runtime.pinned
+    pool.arena.close()
