@@ -214,7 +214,10 @@ class Movers:
 
     def _terms(self, route: _Route) -> CodecTerms:
         """Return how KV comes by ``host``; what a GPU holds is never encoded."""
-        return route.effect.terms if self._cuda is None else CodecTerms("none", "declined")
+        terms = route.effect.terms
+        if self._cuda is None or terms.codec == "none":
+            return terms
+        return CodecTerms("none", "declined")
 
     def _decided(self, source: SourceKey, path: KvPath, reason: PathReason) -> None:
         route = self._routes.get(source)

@@ -46,6 +46,7 @@ LAYOUT = KvLayout(
 SOURCE = SourceKey(WorkerId("prefill-0"), Incarnation(7))
 HERE = HostId("here")
 BLOCKS = 8
+NO_CODEC = CodecTerms()
 
 
 def cuda_pool(
@@ -148,6 +149,7 @@ class Pair:
         path: PathRule = "auto",
         arena: ArenaDescriptor | None = None,
         bulk: bool = True,
+        terms: CodecTerms = NO_CODEC,
     ) -> None:
         """Have the source's path found."""
         self.movers.open(
@@ -157,7 +159,7 @@ class Pair:
                 host=HERE,
                 bulk=self.server.endpoint if bulk else None,
                 path=path,
-                terms=CodecTerms(),
+                terms=terms,
             )
         )
 

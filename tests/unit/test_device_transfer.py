@@ -20,6 +20,7 @@ from shared.fault_rules import CopyFault, FaultsSection
 from shared.ids import Incarnation, WorkerId
 from shared.messages.fleet import PathReason
 from shared.worker.events import Copied, CopyFailed, PathChosen, SourceKey, SourceLost
+from shared.worker.paths import CodecTerms
 from tests.unit.device_pair import SOURCE, Kind, Pair, cuda_pool, fill, paired, raw
 from tests.unit.fake_cupy import FakeRuntime
 
@@ -344,6 +345,20 @@ def test_harm_to_a_copy_is_a_named_failure(
 
     faults = FaultsSection(copies=(CopyFault(kind=kind, copy=0),))  # type: ignore[arg-type]
     paired(run_async, partial(Pair, tmp_path, faults=faults), check)
+
+
+def test_a_codec_that_nobody_asked_for_is_not_used(run_async: RunAsync, tmp_path: Path) -> None:
+    """Codecs compute on the CPU: a welcome that names one must not reach a GPU's memory."""
+
+    async def check(pair: Pair) -> None:
+        pair.open(terms=CodecTerms("int8", "configured"))
+        pair.copy(1)
+        assert await pair.next() == PathChosen(SOURCE, "host", "mixed_memory", "declined")
+        copied = await pair.next()
+        assert isinstance(copied, Copied) and copied.codec == "none"
+        assert pair.arrived()
+
+    paired(run_async, partial(Pair, tmp_path, "cpu"), check)
 
 
 def test_one_slab_is_enough_and_no_more_are_used(run_async: RunAsync, tmp_path: Path) -> None:
