@@ -189,6 +189,28 @@ def test_broken_files_are_named(tmp_path: Path, text: str, parts: list[str]) -> 
         assert part in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transfer"),
+    [
+        ("cuda:0", "cuda:1", "{}"),
+        ("cuda", "cuda", "{path: ipc, codec: auto}"),
+        ("cuda:0", "cpu", "{path: host}"),
+        ("cpu", "cuda:3", "{path: auto}"),
+    ],
+)
+def test_split_workers_may_be_on_gpus(
+    tmp_path: Path, prefill: str, decode: str, transfer: str
+) -> None:
+    """Guards a refusal that outlives its reason."""
+    text = (
+        f"name: a\ndeployment_type: split\ntransfer: {transfer}\n"
+        f"workers: {{prefill: {{device: '{prefill}'}}, decode: {{device: '{decode}'}}}}\n"
+    )
+    deployment = _load(tmp_path, text)
+    assert deployment.workers.prefill is not None
+    assert deployment.workers.prefill.device == prefill
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     """Guards missing paths, directories and binary files."""
     binary = tmp_path / "binary.yaml"
