@@ -61,10 +61,12 @@ class CudaLift:
         # libzmq reads the frame when it likes; its garbage collector drops the last reference.
         weakref.finalize(frame, self._free.append, slot).atexit = False
         at = address_of(frame)
-        for address, size in _runs(self._pool, chunk, blocks):
-            self._stream.copy(at, address, size)
-            at += size
-        self._stream.wait()
+        try:
+            for address, size in _runs(self._pool, chunk, blocks):
+                self._stream.copy(at, address, size)
+                at += size
+        finally:
+            self._stream.wait()  # on an error, too: the frame goes, and copies to it are queued
         return [frame.data]
 
     def close(self) -> None:
@@ -108,12 +110,14 @@ class CudaLand:
             at += len(part)
         at = address_of(staged)
         self._pending = True
-        for address, size in _runs(self._pool, chunk, blocks):
-            self._stream.copy(address, at, size)
-            at += size
-        mark.record()
-        if chunk.size > slab.size:
-            mark.wait()  # its memory goes with this call
+        try:
+            for address, size in _runs(self._pool, chunk, blocks):
+                self._stream.copy(address, at, size)
+                at += size
+        finally:
+            mark.record()
+            if chunk.size > slab.size:
+                mark.wait()  # its memory goes with this call
 
     def settle(self) -> None:
         """Wait for the last copy's event."""

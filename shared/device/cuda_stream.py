@@ -17,6 +17,8 @@ _NO_TIMING: Final = 2
 _BY_ADDRESS: Final = 4
 """cudaMemcpyDefault: unified addresses say on which device, or in which memory, both ends lie."""
 _NOT_READY: Final = 600
+"""No error (CUDA programming guide, error checking): it does not stay behind as the thread's last
+one, which torch would find after its next kernel."""
 _POLL: Final = 20e-6
 _SHORT: Final = 200e-6
 PATIENCE: Final = 30.0

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from shared.device.cuda_pool import CudaPool
 from shared.device.cuda_stage import LANDING_SLABS, CudaLand, CudaLift
-from shared.errors import ResourceMissing
+from shared.errors import ResourceMissing, TransferFailed
 from shared.kv.layout import KvDtype, KvLayout, LayerKv
 from shared.transport.bulk.plan import plan_chunks
 from tests.unit.device_pair import LAYOUT, cuda_pool, fill, raw
-from tests.unit.fake_cupy import FakeRuntime
+from tests.unit.fake_cupy import FakeCudaError, FakeRuntime
 
 dims = st.integers(1, 9)
 layers = st.lists(st.builds(LayerKv, st.integers(1, 3), dims, dims), min_size=1, max_size=3)
@@ -148,3 +148,31 @@ def test_memory_that_cannot_be_pinned_says_what_to_lower(
         stage.lift(plan_chunks(LAYOUT, range(2), 3, 512)[0], (1, 2, 3))
     assert stage.room
     stage.close()
+
+
+@pytest.mark.parametrize("size", [16, 4096])
+def test_a_copy_that_cuda_refuses_leaves_nothing_queued(
+    pool: CudaPool, runtime: FakeRuntime, size: int
+) -> None:
+    """The frame's memory goes with the error: a copy that is done later would write anywhere."""
+    out, into = CudaLift(pool, 1, size), CudaLand(pool, size)
+    chunk = plan_chunks(pool.layout, range(2), 3, 4096)[0]
+    frames = out.lift(chunk, (1, 3, 5))
+    queue = runtime.memcpyAsync
+    taken = iter((True, False, True, False))
+
+    def refuse(*arguments: int) -> None:
+        if not next(taken):
+            raise FakeCudaError(1, "invalid value")
+        queue(*arguments)
+
+    runtime.memcpyAsync = refuse  # type: ignore[method-assign]
+    with pytest.raises(TransferFailed):
+        into.land(chunk, (2, 4, 6), frames)
+    into.settle()
+    frames.clear()
+    with pytest.raises(TransferFailed):
+        out.lift(chunk, (1, 3, 5))
+    assert out.room and not any(runtime.streams.values())
+    out.close()
+    into.close()
