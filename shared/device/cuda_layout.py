@@ -7,6 +7,7 @@ there. Blocks are byte for byte those of ``shared.kv.arena``.
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Final
 
 from msgspec import Struct
@@ -17,6 +18,8 @@ PAGE: Final = 4096
 PROBE: Final = PAGE
 """Offset of the page that self-tests write to."""
 _START: Final = 2 * PAGE
+_MOST_PITCH: Final = (1 << 31) - 1
+"""Of rows that CUDA copies at once (``memPitch`` of every device so far)."""
 _GRAIN: Final = 2 << 20
 """CUDA cuts smaller allocations out of pieces of this size and exports the whole piece."""
 
@@ -53,6 +56,38 @@ def cuda_arena_size(layout: KvLayout, num_blocks: int) -> int:
         for region in pair
     ]
     return -(-max(ends) // _GRAIN) * _GRAIN
+
+
+class Stack(Struct, frozen=True, gc=False):
+    """Regions of blocks of ``unit`` bytes at even distances, in two pools alike.
+
+    A run of neighbouring blocks in all of them is one copy of ``rows`` rows.
+    """
+
+    unit: int
+    rows: int
+    source: int
+    target: int
+    source_pitch: int
+    target_pitch: int
+
+
+def stacks(pairs: Iterable[tuple[Region, Region]]) -> list[Stack]:
+    """Group pairs of regions (source's, target's), both in ascending order."""
+    found: list[Stack] = []
+    for theirs, ours in pairs:
+        last = found[-1] if found else None
+        if last is not None and last.unit == ours.unit:
+            source_pitch = theirs.start - last.source - (last.rows - 1) * last.source_pitch
+            target_pitch = ours.start - last.target - (last.rows - 1) * last.target_pitch
+            pitches = (source_pitch, target_pitch)
+            known = (last.source_pitch, last.target_pitch)
+            if pitches == known or (last.rows == 1 and max(pitches) <= _MOST_PITCH):
+                rows = last.rows + 1
+                found[-1] = Stack(last.unit, rows, last.source, last.target, *pitches)
+                continue
+        found.append(Stack(ours.unit, 1, theirs.start, ours.start, 0, 0))
+    return found
 
 
 def canary(arena_id: int) -> bytes:

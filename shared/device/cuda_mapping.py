@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from shared.device.cuda_layout import PAGE, Region, canary, cuda_arena_size, regions
+from shared.device.cuda_layout import PAGE, canary, cuda_arena_size, regions, stacks
 from shared.device.cuda_pool import BOOK_LAYOUT, CudaPool
 from shared.device.cuda_stream import SideStream
 from shared.device.owner import Owner
@@ -81,7 +81,8 @@ class CudaMapping:
     ) -> int:
         """Queue copies of ``source_blocks[i]`` to the pool's ``target_blocks[i]``; the bytes.
 
-        As ``shared.kv.copy.copy_blocks``. Nothing has arrived before ``stream.wait``.
+        A run of neighbouring blocks is one copy over all layers of one shape. Otherwise as
+        ``shared.kv.copy.copy_blocks``. Nothing has arrived before ``stream.wait``.
 
         Raises:
             TransferFailed: a layer or block does not exist, the lists differ in length, or CUDA
@@ -90,19 +91,23 @@ class CudaMapping:
         assert self._address is not None
         self._require(layers, source_blocks, target_blocks)
         runs = list(merge_runs(source_blocks, target_blocks))
+        pairs = (
+            pair
+            for layer in layers
+            if self.pool.layout.layers[layer].shares is None
+            for pair in zip(self._theirs[layer], self.pool.regions[layer], strict=True)
+        )
         copied = 0
-        for layer in layers:
-            if self.pool.layout.layers[layer].shares is not None:
-                continue
-            pairs: zip[tuple[Region, Region]] = zip(
-                self._theirs[layer], self.pool.regions[layer], strict=True
-            )
-            for theirs, ours in pairs:
-                source, target = self._address + theirs.start, self.pool.address + ours.start
-                for start, to, count in runs:
-                    size = count * ours.unit
-                    stream.copy(target + to * ours.unit, source + start * ours.unit, size)
-                    copied += size
+        for stack in stacks(pairs):
+            source, target = self._address + stack.source, self.pool.address + stack.target
+            for start, to, count in runs:
+                stream.copy_rows(
+                    (target + to * stack.unit, stack.target_pitch),
+                    (source + start * stack.unit, stack.source_pitch),
+                    count * stack.unit,
+                    stack.rows,
+                )
+                copied += count * stack.unit * stack.rows
         return copied
 
     def changed(self, blocks: Sequence[int], generations: Sequence[int]) -> list[int]:

@@ -87,6 +87,23 @@ class SideStream:
         except RuntimeError as error:
             raise TransferFailed(f"cuda:{self._index} copies no KV: {error}") from error
 
+    def copy_rows(
+        self, target: tuple[int, int], source: tuple[int, int], width: int, rows: int
+    ) -> None:
+        """Queue a copy of ``rows`` rows of ``width`` bytes; both ends are address and pitch.
+
+        Raises:
+            TransferFailed: as ``copy``.
+        """
+        if rows == 1:
+            self.copy(target[0], source[0], width)
+            return
+        self._runtime.setDevice(self._index)
+        try:
+            self._runtime.memcpy2DAsync(*target, *source, width, rows, _BY_ADDRESS, self._stream)
+        except RuntimeError as error:
+            raise TransferFailed(f"cuda:{self._index} copies no KV: {error}") from error
+
     def wait(self) -> None:
         """Return once everything queued is done.
 

@@ -149,6 +149,21 @@ class FakeRuntime:
         with self._lock:
             self.streams[stream].append((target, source, size))
 
+    def memcpy2DAsync(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        height: int,
+        *how: int,
+    ) -> None:
+        assert width <= min(target_pitch, source_pitch) and height > 1
+        for row in range(height):
+            there, here = target + row * target_pitch, source + row * source_pitch
+            self.memcpyAsync(there, here, width, *how)
+
     def eventRecord(self, event: int, stream: int) -> None:
         self._may("eventRecord")
         with self._lock:

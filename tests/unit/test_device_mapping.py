@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.device.cuda_layout import PAGE
+from shared.device.cuda_layout import PAGE, Region, stacks
 from shared.device.cuda_mapping import PROBE_SLABS, CudaMapping
 from shared.device.cuda_pool import CudaPool
 from shared.device.cuda_stream import SideStream
 from shared.errors import TransferFailed
-from shared.kv.layout import KvLayout
+from shared.kv.layout import KvLayout, LayerKv
 from tests.unit.device_pair import LAYOUT, cuda_pool, fill, raw
 from tests.unit.fake_cupy import FakeRuntime
 from tests.unit.test_device_stage import layouts
@@ -67,6 +68,48 @@ def test_every_byte_comes_from_its_own_block(
                 if first <= layer < end:
                     expected[ours] = there[theirs]
                 assert np.array_equal(here, expected)
+
+
+ALIKE = LayerKv(2, 8, 8)
+TOWER = KvLayout(
+    dtype="bf16",
+    block_size=4,
+    layers=(*(ALIKE,) * 4, LayerKv(2, 8, 8, shares=1), *(ALIKE,) * 2, LayerKv(1, 8, 4), ALIKE),
+)
+
+
+@pytest.mark.parametrize("bounds", [(0, 9), (0, 1), (1, 6), (4, 8), (7, 9)])
+def test_layers_of_one_shape_are_one_copy_per_run(bounds: tuple[int, int]) -> None:
+    """Guards launches by the thousand, and rows that begin where another layer's do."""
+    theirs, ours = (3, 4, 5, 9, 0), (0, 1, 2, 7, 8)
+    with mapped(TOWER) as (source, target, stream, mapping):
+        calls: list[int] = []
+        rows = stream.copy_rows
+
+        def counted(*arguments: Any) -> None:
+            calls.append(arguments[3])
+            rows(*arguments)
+
+        stream.copy_rows = counted  # type: ignore[method-assign]
+        mapping.copy(stream, range(*bounds), theirs, ours)
+        stream.wait()
+        for layer in (0, 1, 2, 3, 5, 6, 7, 8):
+            for there, here in zip(raw(source, layer), raw(target, layer), strict=True):
+                expected = np.zeros_like(here)
+                if bounds[0] <= layer < bounds[1]:
+                    expected[list(ours)] = there[list(theirs)]
+                assert np.array_equal(here, expected)
+    own = [layer for layer in range(*bounds) if layer != 4]
+    assert sum(calls) == 3 * 2 * len(own), "three runs of K and of V in every layer that has them"
+    assert bounds != (0, 9) or len(calls) == 3 * 4, "six alike; two of their own; one more alike"
+
+
+def test_rows_too_far_apart_for_cuda_are_copied_one_by_one() -> None:
+    far = 1 << 31
+    pairs = [(Region(at * far, 64), Region(at * 4096, 64)) for at in range(3)]
+    assert [stack.rows for stack in stacks(pairs)] == [1, 1, 1]
+    near = [(Region(at * (far - 1), 64), Region(at * 4096, 64)) for at in range(3)]
+    assert [(stack.rows, stack.source_pitch) for stack in stacks(near)] == [(3, far - 1)]
 
 
 def test_shared_layers_travel_once() -> None:
