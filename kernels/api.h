@@ -14,7 +14,8 @@
 namespace diptych {
 
 enum class Store : int { F32 = 0, BF16 = 1, F16 = 2 };  // element type of a tensor in memory
-enum class Kind : int { F32 = 0, BF16 = 1, I8 = 2, I8A16 = 3 };  // arithmetic of a linear layer
+// arithmetic of a linear layer
+enum class Kind : int { F32 = 0, BF16 = 1, I8 = 2, I8A16 = 3, I4 = 4, I4A16 = 5 };
 
 inline long store_bytes(Store s) { return s == Store::F32 ? 4 : 2; }
 
@@ -47,32 +48,41 @@ void run_crew(int threads, CrewBody body, void* context);
 // int8 has one scale per column and group of 32 inputs, the last group filled up with zeros.
 // Weights are stored as value + 128 (u8), and a block is, for each group, its 8 steps and then
 // the fp16 scales of the 32 columns.
+//
+// int4 has two numbers per column and group: weight = scale * q + least, q 0 … 15. A block is, for
+// each group, 4 double steps – of every byte, the low 4 bits are q of the first step, the high ones
+// of the second – and then the fp16 scales and the fp16 least values of the 32 columns.
 constexpr long kBlockCols = 32;
 constexpr long kStepBytes = kBlockCols * 4;
 constexpr long kGroup = 32;
 constexpr long kGroupSteps = kGroup / 4;
 constexpr long kGroupBytes = kGroupSteps * kStepBytes + kBlockCols * 2;
+constexpr long kInt4Bytes = kGroupSteps / 2 * kStepBytes + kBlockCols * 4;  // one group of int4
 
 inline bool is_int8(Kind k) { return k == Kind::I8 || k == Kind::I8A16; }
+inline bool is_int4(Kind k) { return k == Kind::I4 || k == Kind::I4A16; }
+inline bool is_grouped(Kind k) { return is_int8(k) || is_int4(k); }
 inline long step_inputs(Kind k) { return k == Kind::F32 ? 1 : k == Kind::BF16 ? 2 : 4; }
 inline long groups_of(long inputs) { return (inputs + kGroup - 1) / kGroup; }
 inline long steps_of(Kind k, long inputs) {
-  return is_int8(k) ? groups_of(inputs) * kGroupSteps
-                    : (inputs + step_inputs(k) - 1) / step_inputs(k);
+  return is_grouped(k) ? groups_of(inputs) * kGroupSteps
+                       : (inputs + step_inputs(k) - 1) / step_inputs(k);
 }
 inline long block_bytes(Kind k, long inputs) {
-  return is_int8(k) ? groups_of(inputs) * kGroupBytes : steps_of(k, inputs) * kStepBytes;
+  if (!is_grouped(k)) return steps_of(k, inputs) * kStepBytes;
+  return groups_of(inputs) * (is_int4(k) ? kInt4Bytes : kGroupBytes);
 }
 inline long blocks_of(long outputs) { return (outputs + kBlockCols - 1) / kBlockCols; }
 
-// Activations of int8 are quantised symmetrically per row and group, I8 to 8 bits, I8A16 to 16
-// bits = 256 * (a plane of int8) + (a plane of int8). A row is its planes, then per group an
-// fp32 scale, then per group an int32 offset: -128 * (sum of the group's values).
-inline long planes_of(Kind k) { return k == Kind::I8A16 ? 2 : 1; }
+// Activations of int8 and int4 are quantised symmetrically per row and group, I8 and I4 to 8 bits,
+// I8A16 and I4A16 to 16 bits = 256 * (a plane of int8) + (a plane of int8). A row is its planes,
+// then per group an fp32 scale, then per group 4 bytes: for int8 the int32 offset -128 * (sum of
+// the group's integers), for int4 the fp32 sum of the group's rounded values.
+inline long planes_of(Kind k) { return k == Kind::I8A16 || k == Kind::I4A16 ? 2 : 1; }
 // Bytes of one activation row in the arithmetic of `k`, a multiple of 64; padding is zero.
 inline long row_bytes(Kind k, long inputs) {
-  long bytes = is_int8(k) ? groups_of(inputs) * (planes_of(k) * kGroup + 8)
-                          : steps_of(k, inputs) * 4;
+  long bytes = is_grouped(k) ? groups_of(inputs) * (planes_of(k) * kGroup + 8)
+                             : steps_of(k, inputs) * 4;
   return (bytes + 63) / 64 * 64;
 }
 

@@ -1,7 +1,7 @@
 // Linear layers on prepared rows, with what follows them fused into the write of each tile.
 #pragma once
 
-#include "tile_int8.h"
+#include "tile_grouped.h"
 
 namespace diptych {
 namespace DIPTYCH_TIER {
@@ -88,9 +88,13 @@ inline void run_linear(const Crew& crew, const Linear& linear, const Rows& rows,
                        const Output& out) {
   switch (linear.kind) {
     case Kind::I8:
-      return linear_as<TileInt8<1>>(crew, linear, rows, count, out);
+      return linear_as<TileGrouped<Weights8, 1>>(crew, linear, rows, count, out);
     case Kind::I8A16:
-      return linear_as<TileInt8<2>>(crew, linear, rows, count, out);
+      return linear_as<TileGrouped<Weights8, 2>>(crew, linear, rows, count, out);
+    case Kind::I4:
+      return linear_as<TileGrouped<Weights4, 1>>(crew, linear, rows, count, out);
+    case Kind::I4A16:
+      return linear_as<TileGrouped<Weights4, 2>>(crew, linear, rows, count, out);
     case Kind::BF16:
       return linear_as<TileFloat<DotBF16>>(crew, linear, rows, count, out);
     case Kind::F32:

@@ -94,8 +94,11 @@ at::Tensor pack_linear(const at::Tensor& weight, int64_t kind, const std::option
   const float* second = floats(up, weight.numel(), "up");
   int64_t total = second ? 2 * outputs : outputs;
   at::Tensor packed = weight_bytes(packed_bytes(kind_of(kind), total, inputs));
-  pack_weights(kind_of(kind), weight.const_data_ptr<float>(), second, outputs, inputs,
-               packed.data_ptr<uint8_t>());
+  clear_weights(kind_of(kind), packed.numel(), packed.data_ptr<uint8_t>());
+  at::parallel_for(0, outputs, 64, [&](int64_t first, int64_t last) {
+    pack_outputs(kind_of(kind), weight.const_data_ptr<float>(), second, first, last, inputs,
+                 packed.data_ptr<uint8_t>());
+  });
   return packed;
 }
 

@@ -71,7 +71,8 @@ DIPTYCH_INLINE int32_t sum_integers(VI x) {
 // A NaN or infinity makes its group's scale NaN, and so the row's results, without touching
 // other rows.
 template <class M, int kPlanes>
-DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scaled, char* out) {
+DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scaled, bool int4,
+                                 char* out) {
   constexpr int kVecs = int(kGroup) / kLanes;
   constexpr int kMost = kPlanes == 2 ? 127 * 256 : 127;
   long groups = groups_of(width);
@@ -110,9 +111,13 @@ DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scale
       }
     }
     if (most >= 0x7f800000u) scale = __builtin_nanf("");
-    int32_t offset = -128 * sum_integers(sum);
+    int32_t total = sum_integers(sum), offset = -128 * total;
+    float values = scale * float(total);
     memcpy(scales + g * 4, &scale, 4);
-    memcpy(offsets + g * 4, &offset, 4);
+    if (int4)
+      memcpy(offsets + g * 4, &values, 4);
+    else
+      memcpy(offsets + g * 4, &offset, 4);
   }
 }
 
@@ -123,8 +128,11 @@ DIPTYCH_INLINE void prepare_row(const char* in, long width, const Norm* norm, co
   if (norm) scaled = Scaled{norm->weight, norm_factor<M>(in, width, norm->eps)};
   long bytes = row_bytes(out.kind, width);
   char* p = reinterpret_cast<char*>(out.data) + row * bytes;
-  if (out.kind == Kind::I8) return quantise_row<M, 1>(in, width, scaled, p);
-  if (out.kind == Kind::I8A16) return quantise_row<M, 2>(in, width, scaled, p);
+  if (is_grouped(out.kind)) {
+    bool int4 = is_int4(out.kind);
+    if (planes_of(out.kind) == 1) return quantise_row<M, 1>(in, width, scaled, int4, p);
+    return quantise_row<M, 2>(in, width, scaled, int4, p);
+  }
   long size = out.kind == Kind::F32 ? 4 : 2;
   memset(p + bytes - 64, 0, 64);  // the padding lies in the last 64 bytes
   for (long i = 0; i < width; i += kLanes) {

@@ -11,6 +11,7 @@
 #include "attn_sizes.h"
 #include "layer_sizes.h"
 #include "plan.h"
+#include "weights.h"
 
 using namespace diptych;
 
@@ -81,7 +82,7 @@ void test_linear(const Kernels& k, Kind kind, long rows, long outputs, long inpu
         b += double(x.data[r * inputs + i]) * up.data[n * inputs + i];
       }
       double want = gated ? a / (1 + exp(-a)) * b : a + bias.data[n];
-      double bound = (kind == Kind::F32 ? 1e-5 : 0.02) * (double(inputs) + 1);
+      double bound = (kind == Kind::F32 ? 1e-5 : is_int4(kind) ? 0.08 : 0.02) * (double(inputs) + 1);
       require(fabs(y.data[r * outputs + n] - want) <= bound, "linear", k.name);
     }
   }
@@ -220,7 +221,7 @@ void test_stack(const Kernels& k, Kind kind, Store store) {
 }
 
 void test_tier(const Kernels& k) {
-  for (Kind kind : {Kind::F32, Kind::BF16, Kind::I8, Kind::I8A16}) {
+  for (Kind kind : {Kind::F32, Kind::BF16, Kind::I8, Kind::I8A16, Kind::I4, Kind::I4A16}) {
     for (long rows : {1L, 3L, 14L, 15L, 29L})
       test_linear(k, kind, rows, 70, 37, false);
     test_linear(k, kind, 2, 1, 1, false);
@@ -235,6 +236,7 @@ void test_tier(const Kernels& k) {
   test_stack(k, Kind::BF16, Store::BF16);
   test_stack(k, Kind::I8, Store::F16);
   test_stack(k, Kind::I8A16, Store::BF16);
+  test_stack(k, Kind::I4A16, Store::F32);
 }
 
 }  // namespace

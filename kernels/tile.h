@@ -152,12 +152,13 @@ struct Height {
   static constexpr int value = R;
 };
 
-// f with a height known only at run time, 1 … kTileRows.
-template <class F>
+// f with a height known only at run time, 1 … kMost; f is compiled for no other.
+template <int kMost = kTileRows, class F>
 DIPTYCH_INLINE void with_height(int height, F&& f) {
-#define DIPTYCH_HEIGHT(R) \
-  case R:                 \
-    return f(Height<R>{});
+#define DIPTYCH_HEIGHT(R)                            \
+  case R:                                            \
+    if constexpr (R <= kMost) return f(Height<R>{}); \
+    return;
   switch (height) {
     DIPTYCH_HEIGHT(1)
 #if defined(__AVX2__)

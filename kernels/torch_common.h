@@ -9,6 +9,7 @@
 
 #include "api.h"
 #include "plan.h"
+#include "weights.h"
 
 namespace diptych {
 
@@ -28,7 +29,7 @@ inline Store store_of(const at::Tensor& t) {
 }
 
 inline Kind kind_of(int64_t kind) {
-  TORCH_CHECK(kind >= 0 && kind <= 3, "diptych: unknown kind of linear layer ", kind);
+  TORCH_CHECK(kind >= 0 && kind <= 5, "diptych: unknown kind of linear layer ", kind);
   return Kind(kind);
 }
 

@@ -22,7 +22,7 @@ from shared.yaml_file import read_mapping
 Seconds = NewType("Seconds", float)
 ByteSize = NewType("ByteSize", int)
 
-Precision = Literal["fp32", "bf16", "fp16", "int8"]
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 _NAME_PATTERN = r"^[a-z0-9-]{1,32}$"
 _PATTERNS = {DEVICE_PATTERN: "cpu, cuda, cuda:N", _NAME_PATTERN: "1 to 32 of a-z, 0-9 and -"}
 DeploymentType = Literal["colocated", "split"]
@@ -44,7 +44,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     ``device``: ``cpu``, ``cuda`` or ``cuda:N``; all processes of the role share it.
     ``precision`` is that of the weights; ``kv_dtype`` that of keys and values: the same, or bf16
-    under int8 weights, unless named.
+    under int8 and int4 weights, unless named.
     """
 
     count: NonNegative = 1
@@ -181,7 +181,10 @@ def kv_dtype_for(precision: Precision, asked: KvDtype | None) -> KvDtype:
     """Return the dtype of keys and values: the one asked for, or what suits the weights."""
     if asked is not None:
         return asked
-    return "bf16" if precision == "int8" else precision
+    match precision:
+        case "int8" | "int4":
+            return "bf16"
+    return precision
 
 
 def parse_size(text: object) -> ByteSize:

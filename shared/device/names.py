@@ -24,8 +24,8 @@ def device_problem(device: str, precision: str) -> str | None:
     """Say what a worker on ``device`` cannot do, and what to write instead."""
     if device == "cpu":
         return None
-    if precision == "int8":
-        return "`precision: int8` is for CPUs: on a GPU use bf16, fp16 or fp32"
+    if precision in ("int8", "int4"):
+        return f"`precision: {precision}` is for CPUs: on a GPU use bf16, fp16 or fp32"
     return None
 
 

@@ -19,8 +19,14 @@ LOADED_AS: Final[dict[Precision, torch.dtype]] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "int8": torch.bfloat16,
+    "int4": torch.bfloat16,
 }
-"""What weights are read as; int8 ones are quantised from there."""
+"""What weights are read as; int8 and int4 ones are quantised from there."""
 
-KINDS: Final[dict[Precision, LinearKind]] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
+KINDS: Final[dict[Precision, LinearKind]] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "int8": "int8",
+    "int4": "int4",
+}
 """Precisions in which our own linear layers compute."""

@@ -65,8 +65,7 @@ def _runner(model: HfModel, layout: KvLayout, precision: Precision) -> ModelRunn
             name,
             error,
         )
-    if precision == "int8":
-        quantise_linears(model)
+    quantise_linears(model, precision)
     runner = HfRunner(model, layout)
     require_equal(difference(runner, layout, expected, embedding.shape[0]), bound, name)
     return runner

@@ -1,18 +1,25 @@
-"""Our int8 linear layers in the place of a transformers model's own."""
+"""Our int8 and int4 linear layers in the place of a transformers model's own."""
+
+from typing import Final
 
 import torch
 from torch import nn
 
+from shared.config import Precision
 from shared.engine.loading import HfModel
 from shared.kernels.ops import PackedLinear
+from shared.kernels.types import LinearKind
+
+QUANTISED: Final[dict[Precision, LinearKind]] = {"int8": "int8", "int4": "int4a16"}
+"""Precisions whose weights are rounded to integers, and the arithmetic of their layers."""
 
 
-class Int8Linear(nn.Module):
-    """A drop-in for ``nn.Linear`` with int8 weights; the original's are not kept."""
+class QuantisedLinear(nn.Module):
+    """A drop-in for ``nn.Linear`` with weights in ``kind``; the original's are not kept."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, kind: LinearKind) -> None:
         super().__init__()
-        self._packed = PackedLinear(linear.weight, linear.bias, "int8")
+        self._packed = PackedLinear(linear.weight, linear.bias, kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., outputs] for x [..., inputs], in the dtype of ``x``."""
@@ -20,14 +27,17 @@ class Int8Linear(nn.Module):
         return self._packed(rows).view(*x.shape[:-1], -1)
 
 
-def quantise_linears(model: HfModel) -> None:
+def quantise_linears(model: HfModel, precision: Precision) -> None:
     """Replace every plain linear layer of the decoder; embeddings, experts and head stay.
 
     The head may share its weights with the embedding, and experts are no linear layers in
-    transformers.
+    transformers. Nothing is done for precisions that are not in ``QUANTISED``.
     """
+    kind = QUANTISED.get(precision)
+    if kind is None:
+        return
     head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child is not head:
-                setattr(module, name, Int8Linear(child))
+                setattr(module, name, QuantisedLinear(child, kind))

@@ -44,7 +44,7 @@ TIERS: Final[dict[str, tuple[str, ...]]] = {
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
 }
 """Compiler flags of each tier; ``kernels/dispatch.cpp`` chooses among them at run time."""
-_PLAIN_SOURCES: Final = ("team.cpp", "dispatch.cpp", "plan.cpp")
+_PLAIN_SOURCES: Final = ("team.cpp", "dispatch.cpp", "plan.cpp", "weights.cpp", "int4_fit.cpp")
 _TORCH_SOURCES: Final = ("ops.cpp", "stack.cpp", "weight_memory.cpp")
 
 

@@ -6,7 +6,8 @@ Same arguments and results as the native operators, except that weights are not 
 import torch
 from torch.nn import functional
 
-from shared.kernels.types import GROUP, AttentionBatch, LinearKind
+from shared.kernels.int4 import on_grid
+from shared.kernels.types import GROUP, INT4, INT8, AttentionBatch, LinearKind
 
 _ROWS_AT_ONCE = 256
 """Query rows whose scores are held at a time."""
@@ -100,10 +101,12 @@ def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.
 
 
 def weights_of(weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:
-    """Return fp32 or bf16 weights as ``linear`` takes them: int8 ones with their scales on."""
+    """Return fp32 or bf16 weights as ``linear`` takes them: rounded ones with their scales on."""
     wide = weight.detach().float()
-    if kind in ("int8", "int8a16"):
+    if kind in INT8:
         return quantised(wide, 127, torch.float16)
+    if kind in INT4:
+        return on_grid(wide)
     return wide.to(torch.bfloat16 if kind == "bf16" else torch.float32)
 
 
@@ -111,8 +114,8 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind
 ) -> torch.Tensor:
     """Multiply x [rows, inputs] with what ``weights_of`` made; fp32 [rows, outputs]."""
-    if kind in ("int8", "int8a16"):
-        x = quantised(x, 127 if kind == "int8" else 127 * 256, torch.float32)
+    if kind in INT8 | INT4:
+        x = quantised(x, 127 * 256 if kind.endswith("a16") else 127, torch.float32)
     y = functional.linear(x.to(weight.dtype), weight).float()
     return y if bias is None else y + bias
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from shared.kernels.int4 import warn_off_grid
 from shared.kernels.llama_native import NativeStack
 from shared.kernels.llama_parts import (
     FUSED_LAYERS,
@@ -28,7 +29,10 @@ from shared.kernels.smoothing import Smoother
 from shared.kernels.types import AttentionBatch, LinearKind
 
 SMOOTHED_KINDS: Final[frozenset[LinearKind]] = frozenset({"int8"})
-"""Kinds whose activations are rounded coarsely enough to need ``Smoother``."""
+"""Kinds whose activations are rounded coarsely enough to need ``Smoother``.
+
+int4 has inputs of 16 bits instead: evening out would take weights off the grids they are on.
+"""
 
 
 class LlamaStack:
@@ -84,6 +88,8 @@ class LlamaStack:
         if self.kind in SMOOTHED_KINDS:
             smooth = Smoother(self.shape, embedding, (self.frequencies, self.factor))
         for parts in layers:
+            if self.kind == "int4" and self.num_layers == 0:
+                warn_off_grid(parts.gate.weight)
             self.add(parts if smooth is None else smooth(parts))
         self.set_head(*head)
 

@@ -62,8 +62,11 @@ class StackKinds(Struct, frozen=True):
 def stack_kinds(kind: LinearKind) -> StackKinds:
     """Return the kinds of a stack asked for as ``kind``.
 
-    An error of the head moves the logits directly: in int8, its inputs get 16 bits.
+    An error of the head moves the logits directly: in int8, its inputs get 16 bits, and int4
+    leaves it 8 bits of weight.
     """
+    if kind == "int4":
+        return StackKinds("int4a16", "int4a16", "int4a16", "int4a16", "int8a16")
     return StackKinds(kind, kind, kind, kind, "int8a16" if kind == "int8" else kind)
 
 

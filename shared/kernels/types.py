@@ -5,12 +5,23 @@ from typing import Final, Literal
 import torch
 from msgspec import Struct
 
-LinearKind = Literal["fp32", "bf16", "int8", "int8a16"]
+LinearKind = Literal["fp32", "bf16", "int8", "int8a16", "int4", "int4a16"]
 """Arithmetic of a linear layer. ``int8``: weights and inputs in groups of ``GROUP`` inputs, each
-with a scale of its own, per output and per row. ``int8a16``: the same weights, inputs in 16 bits.
+with a scale of its own, per output and per row. ``int4``: weights have 4 bits, a scale and a least
+value per group and output, which is what GGUF's Q4_0 and Q4_1 hold; inputs as in ``int8``.
+``int8a16``, ``int4a16``: the same weights, inputs in 16 bits.
 """
 
-KIND_NUMBERS: Final[dict[LinearKind, int]] = {"fp32": 0, "bf16": 1, "int8": 2, "int8a16": 3}
+KIND_NUMBERS: Final[dict[LinearKind, int]] = {
+    "fp32": 0,
+    "bf16": 1,
+    "int8": 2,
+    "int8a16": 3,
+    "int4": 4,
+    "int4a16": 5,
+}
+INT8: Final[frozenset[LinearKind]] = frozenset({"int8", "int8a16"})
+INT4: Final[frozenset[LinearKind]] = frozenset({"int4", "int4a16"})
 BLOCK_COLUMNS: Final = 32
 """Columns of one packed block; biases are padded to it."""
 GROUP: Final = 32

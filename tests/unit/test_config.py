@@ -141,7 +141,7 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
         ),
         (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {precision: int7}}\n",
-            ["`$.workers.mixed.precision`", "bf16, fp16, fp32, int8"],
+            ["`$.workers.mixed.precision`", "bf16, fp16, fp32, int4, int8"],
         ),
         (
             "name: a\ndeployment_type: split\nworkers: {prefill: {precision: fp32}, decode: {}}\n",
@@ -174,6 +174,11 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             "name: a\ndeployment_type: colocated\n"
             "workers: {mixed: {device: 'cuda:1', precision: int8}}\n",
             ["`precision: int8` is for CPUs", "`$.workers.mixed.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\n"
+            "workers: {mixed: {device: cuda, precision: int4}}\n",
+            ["`precision: int4` is for CPUs", "`$.workers.mixed.device`"],
         ),
         (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {cores: [[-1]]}}\n",

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.config import Precision
 from shared.device.cuda import CudaDevice
 from shared.device.cuda_memory import CupyMemory
 from shared.device.device import KvMemory, SharedKv
@@ -98,11 +99,12 @@ def test_layers_that_share_kv_share_a_copied_pool_as_well(tmp_path: Path) -> Non
     assert first.k is not second.k
 
 
-def test_int8_weights_are_refused(tmp_path: Path) -> None:
-    """Our int8 layers are the CPU's: on a device they would run on the wrong side, slowly."""
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_integer_weights_are_refused(tmp_path: Path, precision: Precision) -> None:
+    """Their layers are the CPU's: on a device they would run on the wrong side, slowly."""
     directory = save_model(tmp_path, CONFIGS["llama"]())
-    request = LoadRequest(directory, "int8", "bf16", BLOCK, None)
-    with pytest.raises(BadConfig, match="int8"):
+    request = LoadRequest(directory, precision, "bf16", BLOCK, None)
+    with pytest.raises(BadConfig, match=precision):
         prepare_on(RecordingDevice(), request, PlainKernels(), "test kernels")
 
 

@@ -1,4 +1,4 @@
-"""Weights in int8, KV in a dtype of its own, and what happens where our layers do not fit."""
+"""Integer weights, KV in a dtype of its own, and what happens where our layers do not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from shared.config import Precision
 from shared.engine.fused_runner import FusedRunner
 from shared.engine.hf_runner import HfRunner
-from shared.engine.quantised import Int8Linear
+from shared.engine.quantised import QuantisedLinear
 from shared.kv.layout import KvDtype
 from tests.unit.engine_models import (
     CONFIGS,
@@ -24,21 +24,25 @@ from tests.unit.engine_models import (
 FUSED = ("llama", "qwen3", "mistral")
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("family", SERVED)
-def test_every_family_is_served_with_int8_weights(tmp_path: Path, family: str) -> None:
+def test_every_family_is_served_with_integer_weights(
+    tmp_path: Path, family: str, precision: Precision
+) -> None:
     """int8 for one family only would make the key a lie for all others."""
-    engine = load_engine(save_model(tmp_path, CONFIGS[family]()), precision="int8")
+    engine = load_engine(save_model(tmp_path, CONFIGS[family]()), precision=precision)
     assert engine.layout.dtype == "bf16"
     runner = engine._runner
     assert isinstance(runner, FusedRunner if family in FUSED else HfRunner)
     if isinstance(runner, HfRunner):
         modules = [type(module) for module in runner._model.modules()]
-        assert Int8Linear in modules
+        assert QuantisedLinear in modules
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
-    ("precision", "kv_dtype"), [("fp32", "bf16"), ("bf16", "fp32"), ("int8", "fp16")]
+    ("precision", "kv_dtype"),
+    [("fp32", "bf16"), ("bf16", "fp32"), ("int8", "fp16"), ("int4", "fp32")],
 )
 def test_kv_may_have_another_dtype_than_the_weights(
     tmp_path: Path, family: str, precision: Precision, kv_dtype: KvDtype
@@ -59,6 +63,14 @@ def test_kv_may_have_another_dtype_than_the_weights(
     driver.decode([0], 6)
     driver.finish()
     assert not driver.failed and len(driver.ids(0)) == 7
+
+
+def test_int4_of_weights_that_are_on_no_grid_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Quality lost without a word looks like a bad model."""
+    load_engine(save_model(tmp_path, CONFIGS["llama"]()), precision="int4")
+    assert "int4 moves this model's weights by" in caplog.text
 
 
 def test_layers_of_ours_that_compute_something_else_are_not_used(

@@ -32,7 +32,7 @@ def logits(prepared: Prepared) -> torch.Tensor:
     return torch.cat(paged_logits(prepared.runner, facts.layout, facts.embeddings))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_a_recalled_model_is_the_checked_one(
     tmp_path: Path, family: str, precision: Precision

@@ -9,16 +9,23 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from shared.kernels.ops import PackedLinear, rms_norm, rotary_table, silu_mul
-from shared.kernels.types import GROUP, LinearKind
+from shared.kernels.types import GROUP, INT4, INT8, LinearKind
 from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
 
 __all__ = ["kernels"]
 
 pytestmark = pytest.mark.timeout(400)  # the first use compiles
 
-KINDS: tuple[LinearKind, ...] = ("fp32", "bf16", "int8", "int8a16")
-INT8: tuple[LinearKind, ...] = ("int8", "int8a16")
-TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3, "int8": 8e-3, "int8a16": 6e-3}
+GROUPED: tuple[LinearKind, ...] = ("int8", "int8a16", "int4", "int4a16")
+KINDS: tuple[LinearKind, ...] = ("fp32", "bf16", *GROUPED)
+TOLERANCE = {
+    "fp32": 2e-6,
+    "bf16": 8e-3,
+    "int8": 8e-3,
+    "int8a16": 6e-3,
+    "int4": 8e-2,
+    "int4a16": 8e-2,
+}
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -27,12 +34,24 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _bound(x: torch.Tensor, weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:
     """Return how far rounding of inputs and weights can move each result."""
+    if kind in INT4:
+        return _int4_bound(x, weight, 1.001 / (254 if kind == "int4" else 65_024))
     if kind in INT8:  # half a step of each, steps being the group's largest / 127 (or / 32,512)
         half, finer = 1.001 / 254, 1.001 / (254 if kind == "int8" else 65_024)
         padded = (functional.pad(t.abs(), (0, -t.shape[1] % GROUP)) for t in (x, weight))
         rows, columns = (t.view(len(t), -1, GROUP).amax(-1) for t in padded)
         return rows @ columns.t() * GROUP * (half + finer + half * finer)
     return (x.abs() @ weight.abs().t()) * (2**-6.9 if kind == "bf16" else 2**-20)
+
+
+def _int4_bound(x: torch.Tensor, weight: torch.Tensor, finest: float) -> torch.Tensor:
+    """Squared errors of a group are at most those of 15 equal steps between its ends."""
+    rows, columns = (functional.pad(t, (0, -t.shape[1] % GROUP)) for t in (x, weight))
+    rows, columns = (t.view(len(t), -1, GROUP) for t in (rows, columns))
+    step = (columns.amax(-1) - columns.amin(-1)) / 15
+    moved = GROUP**0.5 * (step / 2 + 2**-9 * columns.abs().amax(-1))  # and scales are fp16
+    inputs = GROUP**0.5 * finest * rows.abs().amax(-1)
+    return rows.norm(dim=-1) @ moved.t() + inputs @ (columns.norm(dim=-1) + moved).t()
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
@@ -96,7 +115,7 @@ def test_nan_stays_in_its_row(kernels: str, kind: LinearKind, poison: float) -> 
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
-@pytest.mark.parametrize("kind", INT8)
+@pytest.mark.parametrize("kind", GROUPED)
 def test_an_outlier_costs_only_its_group(kernels: str, kind: LinearKind) -> None:
     """One large channel, in inputs or weights, must not round all the others to nothing."""
     torch.manual_seed(0)
@@ -106,18 +125,20 @@ def test_an_outlier_costs_only_its_group(kernels: str, kind: LinearKind) -> None
         actual, expected = PackedLinear(weight, None, kind)(x), x @ weight.t()
         known = x[:, 64:96] @ weight[:, 64:96].t()
         rounded = PackedLinear(weight[:, 64:96].contiguous(), None, kind)(x[:, 64:96].contiguous())
-        assert _error(actual - rounded, expected - known) < TOLERANCE["int8"] * 2
+        assert _error(actual - rounded, expected - known) < max(8e-3, TOLERANCE[kind]) * 2
         outlier[:, 70] /= 1e4
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
-def test_sixteen_bits_of_input_are_nearly_exact(kernels: str) -> None:
+@pytest.mark.parametrize("kind", ["int8a16", "int4a16"])
+def test_sixteen_bits_of_input_are_nearly_exact(kernels: str, kind: LinearKind) -> None:
     """Both planes count: weights of whole numbers leave the inputs' rounding alone."""
     torch.manual_seed(0)
-    weight = torch.randint(-127, 128, (40, 96)).float()
-    weight[:, ::32] = 127.0  # so that every scale is 1
+    low, high = (-127, 127) if kind == "int8a16" else (0, 15)
+    weight = torch.randint(low, high + 1, (40, 96)).float()
+    weight[:, ::32], weight[:, 1::32] = high, low  # so that every scale is 1
     x = torch.randn(9, 96) * torch.tensor([1e-20, 1.0, 1e20]).repeat(3)[:, None]
-    actual = PackedLinear(weight, None, "int8a16")(x)
+    actual = PackedLinear(weight, None, kind)(x)
     assert (
         _error(
             actual / x.abs().amax(1, keepdim=True), (x / x.abs().amax(1, keepdim=True)) @ weight.t()
@@ -141,6 +162,37 @@ def test_int8_is_exact_up_to_its_scales(kernels: str) -> None:
     weight = torch.tensor([[127.0, -127.0], [-127.0, -127.0], [127.0, 127.0]]).repeat(1, 500)
     x = torch.tensor([[127.0, 127.0], [127.0, -127.0], [-127.0, -127.0]]).repeat(1, 500)
     assert torch.allclose(PackedLinear(weight, None, "int8")(x), x @ weight.t(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("lowest", [0, 1])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_int4_finds_the_grid_that_weights_are_on(
+    kernels: str, lowest: int, symmetric: bool
+) -> None:
+    """Q4_1 and Q4_0 of GGUF: rounded to another grid, a model loses quality its file has.
+
+    ``lowest`` 1: no weight is at the lower end of its group's grid, as Q4_0 leaves it.
+    """
+    torch.manual_seed(0)
+    q = torch.randint(lowest, 16, (40, 4, GROUP)).float()
+    q[..., 3], q[..., 5] = 15, lowest
+    scale = (torch.rand(40, 4, 1) * 0.02 + 1e-3).half().float()
+    least = -8 * scale if symmetric else -(torch.rand(40, 4, 1) * 0.2).half().float()
+    weight = (scale * q + least).view(40, -1)
+    for read, allowed in ((weight, 5e-4), (weight.bfloat16().float(), 2e-3)):
+        found = PackedLinear(read, None, "int4a16")(torch.eye(4 * GROUP)).t()
+        assert _error(found, weight) < allowed
+
+
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_constant_and_zero_weights(kernels: str, kind: LinearKind) -> None:
+    """A group without any spread has no step to divide by."""
+    weight = torch.zeros(3, 64)
+    weight[1] = 0.375
+    x = torch.randn(5, 64)
+    assert torch.allclose(PackedLinear(weight, None, kind)(x), x @ weight.t(), atol=0.05)
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)

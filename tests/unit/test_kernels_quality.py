@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from shared.config import Precision
 from shared.engine.loading import HfModel, load_model
 from shared.engine.model_files import resolve_model
 from shared.errors import ResourceMissing
@@ -56,7 +57,7 @@ def reference(windows: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 def test_rounding_costs_no_more_than_its_gate(
     kind: LinearKind, windows: torch.Tensor, reference: torch.Tensor
 ) -> None:
@@ -65,7 +66,8 @@ def test_rounding_costs_no_more_than_its_gate(
     The gate's bound less three standard errors of a share over so few positions; a mean KL over
     them lies within twice its bound.
     """
-    gate = GATES["int8" if kind == "int8" else "bf16"]
+    precisions: dict[LinearKind, Precision] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
+    gate = GATES[precisions[kind]]
     ours = _read(load_model(resolve_model(MODEL), "bf16"), kind, windows)
     same = (ours.argmax(-1) == reference.argmax(-1)).float().mean()
     divergence = (reference.exp() * (reference - ours)).sum(-1).mean()

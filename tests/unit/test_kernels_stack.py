@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from shared.kernels.int4 import on_grid
 from shared.kernels.llama import LlamaStack
 from shared.kernels.types import AttentionBatch, LinearKind
 from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
@@ -117,8 +118,24 @@ def test_logits_equal_the_model(kernels: str, family: str, kind: LinearKind) -> 
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_int4_loses_nothing_of_weights_of_4_bits(kernels: str, family: str) -> None:
+    """Rounding them anew, or inputs coarsely, would cost what the file kept."""
+    model = family_model(family)
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(on_grid(module.weight))
+    ids = torch.randint(0, 300, (33,))
+    theirs = model(input_ids=ids[None], use_cache=False).logits[0]
+    ours = Runner(model, "int4", torch.float32)([(0, 0, ids)])
+    assert (ours - theirs).norm() / theirs.norm() < 8e-3  # the head has 8 bits
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
 def test_logits_do_not_depend_on_the_batch(
     kernels: str, kind: LinearKind, pool: torch.dtype

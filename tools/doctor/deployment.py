@@ -18,7 +18,8 @@ from shared.transport.ipc_file import check_path
 from shared.transport.security import security_for
 from tools.doctor.finding import Finding, attempt
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.625}
+"""Of one weight; int4 has its groups' two numbers in it."""
 _WORKER_BASE = 512 << 20
 """Bytes of a worker without weights and KV: Python, torch, activations."""
 
@@ -35,7 +36,7 @@ def check_memory(deployment: Deployment, parameters: int) -> str:
             needed += count * _WORKER_BASE
             parts.append(f"{count} x {role} on {section.device}: {_mib(_WORKER_BASE)}")
             continue
-        weights = parameters * _BYTES[section.precision]
+        weights = int(parameters * _BYTES[section.precision])
         each = weights + section.kv_memory + _WORKER_BASE
         needed += count * each
         parts.append(

@@ -18,6 +18,7 @@ from shared.engine.dtypes import LOADED_AS
 from shared.engine.engine import Engine
 from shared.engine.loading import end_token_ids, load_model, resolve_max_model_len
 from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
+from shared.engine.quantised import QUANTISED
 from shared.engine.rope import pin_rope
 from shared.engine.weights import check_weights
 from shared.errors import BadConfig, ResourceMissing
@@ -109,10 +110,12 @@ def prepare_on(
     Raises:
         ResourceMissing: files are missing or truncated, or memory is too small.
         UnsupportedModel: a check failed; the sentence says which.
-        BadConfig: ``max_model_len`` is more than the model has positions, or int8 weights.
+        BadConfig: ``max_model_len`` is more than the model has positions, or int8 or int4 weights.
     """
-    if request.precision == "int8":
-        raise BadConfig("`precision: int8` is for CPUs; on a GPU use bf16, fp16 or fp32")
+    if request.precision in QUANTISED:
+        raise BadConfig(
+            f"`precision: {request.precision}` is for CPUs; on a GPU use bf16, fp16 or fp32"
+        )
     _require_memory(device, request)
     with torch.device(device.place):
         model = load_model(request.model_dir, request.precision)

@@ -29,7 +29,12 @@ GOALS = (
     Goal(
         kind="decode", batch=1, tokens=None, ours="diptych-int8", peers=("llama.cpp",), bound=0.75
     ),
+    Goal(kind="decode", batch=1, tokens=None, ours="diptych-int4", peers=_VLLM, bound=0.33),
+    Goal(
+        kind="decode", batch=1, tokens=None, ours="diptych-int4", peers=("llama.cpp",), bound=0.75
+    ),
     Goal(kind="decode", batch=16, tokens=None, ours="diptych-int8", peers=_VLLM[1:], bound=1 / 1.4),
+    Goal(kind="decode", batch=16, tokens=None, ours="diptych-int4", peers=_VLLM[1:], bound=1 / 1.4),
     Goal(kind="decode", batch=16, tokens=None, ours="diptych-int8", peers=_VLLM[:1], bound=1 / 2),
     Goal(
         kind="decode",

@@ -1,0 +1,176 @@
+// The tile of linear layers whose inputs and weights are rounded in groups, int8 and int4 (layouts
+// in api.h): an integer sum per group of inputs, which the scales turn into fp32. Like every tile, a
+// row's sum takes the groups in order.
+#pragma once
+
+#include "tile.h"
+
+namespace diptych {
+namespace DIPTYCH_TIER {
+
+#if defined(__AVX512F__)
+constexpr int kGroupedRows = 6;  // 6 * 2 integer sums, 6 * 2 of fp32, weights and scales
+#else
+constexpr int kGroupedRows = kTileRows;
+#endif
+
+// acc += inputs of one step * weights.
+template <int R>
+DIPTYCH_INLINE void add_step(VI (*acc)[kBlockVecs], const char* a, long lda, const VU* b) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    DotI8::In in = DotI8::spread(a + r * lda);
+#pragma GCC unroll 16
+    for (int v = 0; v < kBlockVecs; ++v) acc[r][v] = DotI8::add(acc[r][v], in, b[v]);
+  }
+}
+
+// Weights + 128 in bytes; what the 128 adds is known per row and group.
+struct Weights8 {
+  static constexpr long kBytes = kGroupBytes;
+  static constexpr long kSteps = kGroupSteps;  // of kStepBytes
+  static constexpr bool kInt4 = false;
+
+  template <int R>
+  static DIPTYCH_INLINE void add(VI (*acc)[kBlockVecs], const char* a, long lda,
+                                 const char* group) {
+#pragma GCC unroll 2
+    for (long s = 0; s < kSteps; ++s) {
+      VU b[kBlockVecs];
+#pragma GCC unroll 16
+      for (int v = 0; v < kBlockVecs; ++v)
+        b[v] = load_raw(group + s * kStepBytes + v * DIPTYCH_BYTES);
+      add_step<R>(acc, a + s * 4, lda, b);
+    }
+  }
+};
+
+// Two steps in the halves of each byte; the least values come on top per row and group.
+struct Weights4 {
+  static constexpr long kBytes = kInt4Bytes;
+  static constexpr long kSteps = kGroupSteps / 2;
+  static constexpr bool kInt4 = true;
+
+  template <int R>
+  static DIPTYCH_INLINE void add(VI (*acc)[kBlockVecs], const char* a, long lda,
+                                 const char* group) {
+#pragma GCC unroll 2
+    for (long s = 0; s < kSteps; ++s) {
+      VU even[kBlockVecs], odd[kBlockVecs];
+#pragma GCC unroll 16
+      for (int v = 0; v < kBlockVecs; ++v) {
+        VU both = load_raw(group + s * kStepBytes + v * DIPTYCH_BYTES);
+        even[v] = both & 0x0f0f0f0fu;
+        odd[v] = both >> 4 & 0x0f0f0f0fu;
+      }
+      add_step<R>(acc, a + s * 8, lda, even);
+      add_step<R>(acc, a + s * 8 + 4, lda, odd);
+    }
+  }
+};
+
+template <class T>
+DIPTYCH_INLINE T number_at(const char* p) {
+  T x;
+  memcpy(&x, p, 4);
+  return x;
+}
+
+// out[row][0 … 31] = a[row] * block. With every group, `lines` more lines at `ahead` are asked for.
+template <class W, int kPlanes, int R>
+DIPTYCH_INLINE void tile_grouped(const char* a, long lda, const char* block, long groups,
+                                 char* out, const char* ahead, long lines) {
+  const char* scales = a + groups * kPlanes * kGroup;
+  const char* offsets = scales + groups * 4;
+  constexpr bool kKeep = DIPTYCH_BYTES == 64;  // sums wait in registers, else in memory
+  VF sums[kKeep ? R : 1][kBlockVecs] = {};
+  if constexpr (!kKeep) memset(out, 0, R * kStepBytes);
+  for (long g = 0; g < groups; ++g, block += W::kBytes) {
+    for (long i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    VI acc[R][kBlockVecs];
+    // What int8 begins with: with two planes, only the sum of both knows the offset.
+    auto offset_of = [&](int r) {
+      return W::kInt4 ? 0 : number_at<int32_t>(offsets + r * lda + g * 4);
+    };
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < kBlockVecs; ++v) acc[r][v] = VI{} + (kPlanes == 1 ? offset_of(r) : 0);
+    W::template add<R>(acc, a + g * kGroup, lda, block);
+    if constexpr (kPlanes == 2) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int v = 0; v < kBlockVecs; ++v) acc[r][v] = (acc[r][v] << 8) + offset_of(r);
+      W::template add<R>(acc, a + (groups + g) * kGroup, lda, block);
+    }
+    const char* numbers = block + W::kSteps * kStepBytes;
+    VF weight_scale[kBlockVecs], least[kBlockVecs];
+#pragma GCC unroll 16
+    for (int v = 0; v < kBlockVecs; ++v) {
+      weight_scale[v] = MemF16::get(numbers + v * kLanes * 2);
+      if constexpr (W::kInt4) least[v] = MemF16::get(numbers + kBlockCols * 2 + v * kLanes * 2);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      float scale = number_at<float>(scales + r * lda + g * 4);
+#pragma GCC unroll 16
+      for (int v = 0; v < kBlockVecs; ++v) {
+        VF y = __builtin_convertvector(acc[r][v], VF) * weight_scale[v];
+        char* to = out + r * kStepBytes + v * DIPTYCH_BYTES;
+        VF sum = kKeep ? sums[kKeep ? r : 0][v] : load(to);
+        if constexpr (W::kInt4) sum += least[v] * number_at<float>(offsets + r * lda + g * 4);
+        sum += y * scale;
+        if constexpr (kKeep)
+          sums[r][v] = sum;
+        else
+          store(to, sum);
+      }
+    }
+  }
+  if constexpr (kKeep) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < kBlockVecs; ++v) store(out + r * kStepBytes + v * DIPTYCH_BYTES, sums[r][v]);
+  }
+}
+
+// The next block, to be asked for while `tiles` tiles use this one; `tile` is the current one.
+// Null where the CPU's own prefetch does best undisturbed: few rows run as fast as memory.
+struct Ahead {
+  const char* block;
+  long tile, tiles;
+};
+
+// Results of linear layers in all kinds come as fp32 [height][32].
+template <class W, int kPlanes>
+struct TileGrouped {
+  static constexpr int kRows = kGroupedRows;
+  static constexpr Kind kKind = W::kInt4 ? kPlanes == 2 ? Kind::I4A16 : Kind::I4
+                                         : kPlanes == 2 ? Kind::I8A16 : Kind::I8;
+  static void run(int height, const char* a, long lda, const char* block, long inputs, char* out,
+                  const Ahead& ahead) {
+    long groups = groups_of(inputs);
+    // Spread evenly over the tiles: at 16 rows both memory and arithmetic are busy all the time.
+    long lines = ahead.block ? (W::kBytes / 64 + ahead.tiles - 1) / ahead.tiles : 0;
+    const char* first = ahead.block ? ahead.block + ahead.tile * groups * lines * 64 : block;
+    with_height<kRows>(height, [&](auto rows) {
+      tile_grouped<W, kPlanes, decltype(rows)::value>(a, lda, block, groups, out, first, lines);
+    });
+  }
+};
+
+template <class D>
+struct TileFloat {
+  static constexpr int kRows = kTileRows;
+  static constexpr Kind kKind = D::kKind;
+  static void run(int height, const char* a, long lda, const char* block, long inputs, char* out,
+                  const Ahead& ahead) {
+    tile_of<D, true>(height, a, lda, block, steps_of(kKind, inputs), out, kBlockCols, nullptr,
+                     ahead.block && ahead.tile == ahead.tiles - 1 ? ahead.block : block + 2048);
+  }
+};
+
+}  // namespace DIPTYCH_TIER
+}  // namespace diptych
