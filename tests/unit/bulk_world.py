@@ -17,7 +17,7 @@ from shared.messages.bulk import (
     ToReader,
 )
 from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits
-from shared.transport.bulk.payload import Bytes, checksum, chunk_blocks, land, lift
+from shared.transport.bulk.payload import Bytes, checksum, land, lift
 from shared.transport.bulk.plan import plan_chunks
 from shared.transport.bulk.servings import Servings
 
@@ -167,8 +167,7 @@ class Wire:
         # Views: as with libzmq, the bytes may change between the checksum and the wire.
         frames = lift(self.theirs, item.chunk, fetch.blocks, zero_copy=1)
         digest = checksum(frames)
-        part = chunk_blocks(item.chunk, len(fetch.blocks))
-        pairs = zip(fetch.blocks[part], fetch.generations[part], strict=True)
+        pairs = zip(item.blocks, item.told, strict=True)
         reused = sum(self.theirs.generations[block] != told for block, told in pairs)
         if reused:
             self.server.drop(PEER, fetch.job)

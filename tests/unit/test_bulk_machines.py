@@ -111,6 +111,7 @@ def test_a_restarted_source_refuses_what_its_former_life_announced() -> None:
         {"blocks": (24,)},
         {"blocks": (-1,)},
         {"generations": ()},
+        {"generations": (-1,)},
         {"end_layer": 9},
         {"first_layer": 3, "end_layer": 2},
         {"chunk_bytes": 0},

@@ -27,6 +27,7 @@ from shared.transport.bulk.plan import plan_fetch
 from shared.transport.bulk.rates import PairRates
 from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
 from shared.transport.bulk.stage import InStage
+from shared.transport.bulk.staging import keep_staging_memory
 from shared.transport.endpoint import connect
 from shared.transport.pump import LinkLimits
 from shared.transport.security import CurveClient
@@ -40,6 +41,7 @@ _LIMITS = LinkLimits(hwm=1024)
 _BUDGET = 16
 _TICK = 0.02
 _RETRY = 0.005
+_NOBLOCK = int(zmq.NOBLOCK)
 
 
 class FetchJob(Struct, Generic[Source], frozen=True, kw_only=True):
@@ -128,6 +130,7 @@ class HostReader(Generic[Source]):
         tell: Callable[[Outcome[Source]], None],
         stage: InStage | None = None,
     ) -> None:
+        keep_staging_memory()
         self.rejected = 0
         self._context = context
         self._target = target
@@ -287,7 +290,7 @@ class HostReader(Generic[Source]):
     def _receive(self, source: Source, link: _Link, now: float) -> None:
         for _ in range(_BUDGET):
             try:
-                frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = _next_message(link.socket)
             except zmq.Again:
                 return
             try:
@@ -373,10 +376,19 @@ class HostReader(Generic[Source]):
     def _flush(self, link: _Link) -> None:
         while link.outbox:
             try:
-                link.socket.send(link.outbox[0], zmq.NOBLOCK)
+                link.socket.send(link.outbox[0], _NOBLOCK)
             except zmq.Again:
                 return
             link.outbox.popleft()
+
+
+def _next_message(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
+    """Return the frames of a message as libzmq holds them. Raises ``zmq.Again``."""
+    # Not recv_multipart: it asks the socket for an option after each frame.
+    frames = [socket.recv(_NOBLOCK, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(_NOBLOCK, copy=False))
+    return frames
 
 
 def _error(why: str) -> ErrorPayload:

@@ -29,7 +29,7 @@ from shared.messages.bulk import (
 from shared.transport.admission import Admission
 from shared.transport.bulk.encoded import EncodedChunks, known_codec
 from shared.transport.bulk.faults import FaultyLink, Parcel
-from shared.transport.bulk.payload import checksum, chunk_blocks
+from shared.transport.bulk.payload import checksum
 from shared.transport.bulk.plan import PlannedChunk
 from shared.transport.bulk.servings import Next, Servings
 from shared.transport.bulk.stage import ArenaStage, OutStage, in_memory
@@ -43,6 +43,8 @@ PROBE_BYTES: Final = 64 << 10
 _LIMITS = LinkLimits(max_frame=4 << 20, hwm=1024)
 _BUDGET = 64
 _BURST = 8
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As plain numbers: arithmetic with pyzmq's enums costs more than the calls."""
 _TICK = 1.0
 _FULL = 1
 """Milliseconds until it is looked again for a free slab."""
@@ -148,7 +150,7 @@ class HostServer:
     def _receive(self, now: float) -> None:
         for _ in range(_BUDGET):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -202,8 +204,8 @@ class HostServer:
         digest = checksum(frames)
         # After the checksum: bytes that fit it were the announced ones, and libzmq may read
         # the pool later than now, when the blocks are somebody else's.
-        part = chunk_blocks(chunk, len(fetch.blocks))
-        reused = self._reused(fetch, part)
+        changed = self._arena.generations[item.blocks] != item.told
+        reused = int(np.count_nonzero(changed))
         if reused:
             text = f"{reused} blocks were used anew before they were sent"
             self._jobs.drop(item.peer, fetch.job)
@@ -233,27 +235,22 @@ class HostServer:
 
     def _take_out(self, fetch: Fetch, chunk: PlannedChunk) -> tuple[list[memoryview], float]:
         """Return a chunk's frames, and the seconds that encoding them took."""
-        codec = known_codec(fetch.codec)
-        if codec is None or codec == "none":
+        codec = None if fetch.codec == "none" else known_codec(fetch.codec)
+        if codec is None:
             return self._stage.lift(chunk, fetch.blocks), 0.0
         assert self._encoded is not None
         begun = time.monotonic()
         frames = self._encoded.encode(codec, chunk, fetch.blocks, fetch.tokens)
         return frames, time.monotonic() - begun
 
-    def _reused(self, fetch: Fetch, part: slice) -> int:
-        now = self._arena.generations[list(fetch.blocks[part])]
-        told = np.array(fetch.generations[part], dtype=np.uint64)
-        return int(np.count_nonzero(now != told))
-
     def _write(self, peer: bytes, message: ToReader, payload: Sequence[memoryview] = ()) -> None:
         """Send or drop: a reader that misses something asks again."""
         frames: list[bytes | memoryview] = [self._encoder.encode(message), *payload]
         try:
-            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(peer, _MORE)
             for frame in frames[:-1]:
-                self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=len(frame) < 65536)
-            self._socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
+                self._socket.send(frame, _MORE, copy=len(frame) < 65536)
+            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < 65536)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self._jobs.drop_peer(peer)

@@ -3,10 +3,13 @@
 from collections import deque
 from collections.abc import Collection
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from shared.kv.layout import KvLayout
 from shared.messages.bulk import CancelFetch, Credit, Fetch, FetchRefused
+from shared.transport.bulk.payload import chunk_blocks
 from shared.transport.bulk.plan import MAX_CHUNK, PlannedChunk, plan_fetch
 
 _MAX_JOBS = 4096
@@ -14,12 +17,14 @@ _MAX_PER_PEER = 1024
 
 
 class Next(Struct, frozen=True):
-    """The chunk to send now."""
+    """The chunk to send now. It touches ``blocks``, whose announced generations are ``told``."""
 
     peer: bytes
     fetch: Fetch
     index: int
     chunk: PlannedChunk
+    blocks: NDArray[np.int64]
+    told: NDArray[np.uint64]
 
 
 class _Serving(Struct):
@@ -29,6 +34,8 @@ class _Serving(Struct):
     queue: deque[int]
     credit: int
     heard: float
+    blocks: NDArray[np.int64]
+    told: NDArray[np.uint64]
 
 
 class Servings:
@@ -69,8 +76,16 @@ class Servings:
             self.drop(peer, message.job)
             return refusal
         if job is None or message.attempt > job.fetch.attempt:
-            plan = plan_fetch(self._layout, message)
-            job = self._jobs[key] = _Serving(peer, message, plan, deque(), 0, now)
+            job = self._jobs[key] = _Serving(
+                peer,
+                message,
+                plan_fetch(self._layout, message),
+                deque(),
+                0,
+                now,
+                np.array(message.blocks, dtype=np.int64),
+                np.array(message.generations, dtype=np.uint64),
+            )
         for first, end in message.need:
             if not 0 <= first < end <= len(job.plan):
                 self.drop(peer, message.job)
@@ -120,7 +135,9 @@ class Servings:
                 del self._jobs[key]
             elif job.credit:
                 self._turns.append(key)
-            return Next(job.peer, job.fetch, index, job.plan[index])
+            chunk = job.plan[index]
+            part = chunk_blocks(chunk, len(job.blocks))
+            return Next(job.peer, job.fetch, index, chunk, job.blocks[part], job.told[part])
         return None
 
     def _credit(self, job: _Serving, chunks: int, now: float) -> None:
@@ -138,6 +155,7 @@ class Servings:
             0 <= message.first_layer <= message.end_layer <= layers
             and len(message.blocks) == len(message.generations)
             and all(0 <= block < self._num_blocks for block in message.blocks)
+            and min(message.generations, default=0) >= 0
             and 1 <= message.chunk_bytes <= MAX_CHUNK
         )
         if not good:
