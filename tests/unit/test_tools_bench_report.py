@@ -9,9 +9,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from shared.config import load_deployment
 from tools.bench.records import Record, Timeline
 from tools.bench.report import (
     Report,
+    Server,
     make_report,
     render_html,
     render_table,
@@ -24,6 +26,7 @@ from tools.bench.summary import Cost, spread, summarise
 keeps_fonts_open = pytest.mark.keeps("fds")
 """matplotlib keeps the font files it used open for the life of the process."""
 
+CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
 PLAN = Plan(input_words=400, output_tokens=4, levels=(2,), requests=None, seed=0, timeout=60.0)
 
 
@@ -55,7 +58,11 @@ def record(sent: float, error: str | None = None) -> Record:
 def report() -> Report:
     records = [record(0.0), record(0.2), record(0.0, "<broken>"), record(0.1)]
     level = summarise(2, records, Cost(control=0.0012, client=0.04))
-    return make_report("http://h:1", "m", PLAN, [level])
+    deployment = load_deployment(CONFIG)
+    gateway = msgspec.structs.replace(deployment.gateway, api_keys={"secret-key-0001": "tenant"})
+    deployment = msgspec.structs.replace(deployment, gateway=gateway)
+    server = Server(url="http://h:1", api_key="secret-key-0001", load=1.25, deployment=deployment)
+    return make_report(server, "m", PLAN, [level])
 
 
 def test_numbers() -> None:
@@ -127,3 +134,13 @@ def test_json_holds_every_number(tmp_path: Path) -> None:
     again = msgspec.json.decode(as_json.read_bytes(), type=Report)
     assert again.levels == report().levels
     assert as_html.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_report_says_what_was_measured_and_keeps_its_keys_secret() -> None:
+    """Guards figures nobody can repeat, and API keys in files that are passed around."""
+    made = report()
+    text = msgspec.json.encode(made).decode() + render_html(made)
+    assert "secret-key-0001" not in text
+    assert "load 1.2 before" in text
+    assert made.deployment is not None
+    assert made.deployment["workers"]["decode"]["precision"] == "int8"  # type: ignore[index]

@@ -1,6 +1,7 @@
 """From the command line's words to a finished report, with or without an own deployment."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from rich.console import Console
 from shared.config import Deployment
 from shared.errors import BadConfig, ResourceMissing
 from tools.bench.cpu import control_pids
-from tools.bench.report import make_report, render_table, write_report
+from tools.bench.report import Server, make_report, render_table, write_report
 from tools.bench.serve import Plan, measure, served_model
 from tools.bench.sse_client import Target
 from tools.supervise.locks import read_owner
@@ -47,13 +48,15 @@ def read_api_key(path: Path) -> str:
 
 def bench_url(url: str, api_key: str | None, plan: Plan, console: Console, out: Path) -> int:
     """Measure any OpenAI server."""
-    return _bench(url, api_key, plan, [], console, out)
+    server = Server(url=url, api_key=api_key, load=os.getloadavg()[0])
+    return _bench(server, plan, console, out)
 
 
 def bench_deployment(
     deployment: Deployment, config: Path | None, plan: Plan, console: Console, out: Path
 ) -> int:
     """Measure a deployment of this machine; it is started for the time being if none runs."""
+    load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         if read_owner(run_paths(deployment).up_lock) is None:
             if config is None:
@@ -64,19 +67,19 @@ def bench_deployment(
             stack.enter_context(started(deployment, config, console))
         url = gateway_url(deployment)
         key = next(iter(deployment.gateway.api_keys or {}), None)
-        return _bench(url, key, plan, control_pids(deployment), console, out)
+        server = Server(url=url, api_key=key, load=load, deployment=deployment)
+        return _bench(server, plan, console, out)
 
 
-def _bench(
-    url: str, api_key: str | None, plan: Plan, control: list[int], console: Console, out: Path
-) -> int:
+def _bench(server: Server, plan: Plan, console: Console, out: Path) -> int:
     try:
-        target = Target.parse(url, api_key)
+        target = Target.parse(server.url, server.api_key)
     except ValueError as error:
         raise BadConfig(str(error)) from error
-    model = served_model(url, api_key)
+    model = served_model(server.url, server.api_key)
+    control = [] if server.deployment is None else control_pids(server.deployment)
     levels = measure(target, model, plan, control, console)
-    report = make_report(url, model, plan, levels)
+    report = make_report(server, model, plan, levels)
     console.print(render_table(report))
     as_json, as_html = write_report(report, out)
     console.print(f"{as_json}\n{as_html}", soft_wrap=True, highlight=False)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 from rich.table import Table
 
+from shared.config import Deployment
 from tools.bench.page import machine, now, render_page, write_files
 from tools.bench.plots import latency_chart, phase_chart, throughput_chart
 from tools.bench.serve import Plan
@@ -21,28 +23,53 @@ _EXPLANATION = (
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One measurement and what it was made on."""
+    """One measurement and what it was made on.
+
+    ``load``: average of the minute before it began. ``deployment``: the file with its defaults,
+    without API keys; None of a server that is not ours.
+    """
 
     title: str
     url: str
     model: str
     made_at: str
     machine: str
+    load: float
+    deployment: dict[str, object] | None
     plan: Plan
     levels: list[LevelSummary]
 
 
-def make_report(url: str, model: str, plan: Plan, levels: list[LevelSummary]) -> Report:
+class Server(Struct, frozen=True, kw_only=True):
+    """What is measured. ``load``: of the machine before; ``deployment``: None if not ours."""
+
+    url: str
+    api_key: str | None
+    load: float
+    deployment: Deployment | None = None
+
+
+def make_report(server: Server, model: str, plan: Plan, levels: list[LevelSummary]) -> Report:
     """Put the numbers together with time and machine."""
     return Report(
         title=f"{model}: {plan.input_words} words in, {plan.output_tokens} tokens out",
-        url=url,
+        url=server.url,
         model=model,
         made_at=now(),
         machine=machine(),
+        load=server.load,
+        deployment=None if server.deployment is None else _public(server.deployment),
         plan=plan,
         levels=levels,
     )
+
+
+def _public(deployment: Deployment) -> dict[str, object]:
+    tree: dict[str, object] = msgspec.to_builtins(deployment)
+    gateway = tree["gateway"]
+    assert isinstance(gateway, dict)
+    gateway.pop("api_keys", None)
+    return tree
 
 
 def write_report(report: Report, base: Path) -> tuple[Path, Path]:
@@ -79,7 +106,7 @@ def render_html(report: Report) -> str:
     ]
     return render_page(
         report.title,
-        (report.made_at, report.machine, report.url),
+        (report.made_at, report.machine, f"load {report.load:.1f} before", report.url),
         [(rows(report.levels), _EXPLANATION)],
         sorted({error for level in report.levels for error in level.errors}),
         charts,
