@@ -13,11 +13,20 @@
 
 namespace diptych {
 
-enum class Store : int { F32 = 0, BF16 = 1, F16 = 2 };  // element type of a tensor in memory
+// Element type of a tensor in memory; I8 in KV pools only.
+enum class Store : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 // arithmetic of a linear layer
 enum class Kind : int { F32 = 0, BF16 = 1, I8 = 2, I8A16 = 3, I4 = 4, I4A16 = 5 };
 
-inline long store_bytes(Store s) { return s == Store::F32 ? 4 : 2; }
+inline long store_bytes(Store s) { return s == Store::F32 ? 4 : s == Store::I8 ? 1 : 2; }
+
+// Bytes of one token's K or V of one head in a pool. I8: `dim` integers, then their fp32 scale
+// (inline at the tail of each row, as vLLM's int8_per_token_head has it).
+constexpr long kScaleBytes = 4;
+constexpr long kMaxIntegerDim = 2048;  // of keys: their products are added as 32-bit integers
+inline long head_bytes(Store s, long dim) {
+  return dim * store_bytes(s) + (s == Store::I8 ? kScaleBytes : 0);
+}
 
 // ---------------------------------------------------------------- threads (team.cpp)
 
@@ -127,7 +136,7 @@ struct Matrix {  // fp32, bf16 or fp16 rows with unit stride inside a row
 
 // ---------------------------------------------------------------- attention
 
-struct Pool {  // one layer's KV: [num_blocks][block_size][kv_heads][dim], contiguous
+struct Pool {  // one layer's KV: [num_blocks][block_size][kv_heads][head_bytes], contiguous
   Store store;
   char* k;
   char* v;
@@ -232,6 +241,8 @@ struct Kernels {
                    long rows, long width);
   void (*write_kv)(const Crew&, const Pool&, const int64_t* slots, long tokens, const Matrix& k,
                    long k_head, const Matrix& v, long v_head);
+  // One thread's: rows of a pool as a pool of another element type holds them.
+  void (*convert)(Store from, const char* in, Store to, char* out, long rows, long dim);
   void (*attention)(const Crew&, const Attention&, const Batch&, const Plan&, char* scratch);
   void (*stack)(const Crew&, const StackCall&);
   void (*head)(const Crew&, const HeadCall&);

@@ -44,6 +44,12 @@ inline void run_attention(const Crew& crew, const Attention& a, const Batch& bat
       return attention_as<Widened<MemF32>, DotF32>(crew, a, batch, plan, scratch);
     case Store::F16:
       return attention_as<Widened<MemF16>, DotF32>(crew, a, batch, plan, scratch);
+    case Store::I8:
+#if defined(__AVX512BF16__)
+      return attention_as<IntegerKeys, DotBF16>(crew, a, batch, plan, scratch);
+#else
+      return attention_as<IntegerKeys, DotF32>(crew, a, batch, plan, scratch);
+#endif
     case Store::BF16:
 #if defined(__AVX512BF16__)
       return attention_as<PairedBF16, DotBF16>(crew, a, batch, plan, scratch);

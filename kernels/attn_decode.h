@@ -3,20 +3,22 @@
 // does not depend on batch or threads; partial results are merged afterwards.
 #pragma once
 
-#include "attn_sizes.h"
-#include "rows.h"
+#include "attn_int8.h"
 
 namespace diptych {
 namespace DIPTYCH_TIER {
 
 constexpr int kHeadsAtOnce = 4;  // query heads per pass over K or V rows
 
-// How a K row is multiplied: as fp32 after widening, or as pairs of bf16 by the CPU's own dot.
+// How a K row is multiplied: as fp32 after widening, as pairs of bf16 by the CPU's own dot, or
+// as integers (attn_int8.h). `total` turns what `add` made into floats.
 template <class M>
 struct Widened {
   typedef M Mem;
   static constexpr Store kQuery = Store::F32;
-  static constexpr long kStep = kLanes;
+  static constexpr bool kBytes = false;
+  static constexpr long kQuerySize = 4, kStep = kLanes;
+  static DIPTYCH_INLINE VF total(VF acc) { return acc; }
   static DIPTYCH_INLINE VF add(VF acc, const char* k, const char* q) {
     return acc + M::get(k) * load(q);
   }
@@ -25,13 +27,14 @@ struct Widened {
 struct PairedBF16 {
   typedef MemBF16 Mem;
   static constexpr Store kQuery = Store::BF16;
-  static constexpr long kStep = 2 * kLanes;
+  static constexpr bool kBytes = false;
+  static constexpr long kQuerySize = 2, kStep = 2 * kLanes;
+  static DIPTYCH_INLINE VF total(VF acc) { return acc; }
   static DIPTYCH_INLINE VF add(VF acc, const char* k, const char* q) {
     return (VF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)load_raw(k), (__m512bh)load_raw(q));
   }
 };
 #endif
-
 // Sums of kLanes vectors, as one vector.
 DIPTYCH_INLINE VF sum_each(const VF* v) {
 #if defined(__AVX512F__)
@@ -56,12 +59,6 @@ DIPTYCH_INLINE VF sum_each(const VF* v) {
 #endif
 }
 
-// Blocks lie anywhere in memory and the CPU foresees nothing across them: while one row is
-// worked on, the row that comes kLanes keys later is asked for.
-DIPTYCH_INLINE void prefetch_row(const char* row, long bytes) {
-  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-}
-
 // scores[g * ld + t] = q[g] . key t for up to kLanes keys; what is missing scores 0.
 // The next `ahead` keys are asked for.
 template <class K, int G>
@@ -69,26 +66,31 @@ DIPTYCH_INLINE void dot_keys(const char* k, const long* offsets, long count, lon
                              const char* q, long q_stride, float* scores, long ld) {
   typedef typename K::Mem M;
   VF parts[G][kLanes];
-  long whole = dim / K::kStep * K::kStep;
+  float scales[kLanes] = {};
+  long whole = dim / K::kStep * K::kStep, bytes = row_bytes_of<M>(dim);
   for (long i = 0; i < count; ++i) {
-    const char* row = k + offsets[i] * dim * M::kSize;
-    if (i < ahead) prefetch_row(k + offsets[i + kLanes] * dim * M::kSize, dim * M::kSize);
+    const char* row = k + offsets[i] * bytes;
+    if (i < ahead) prefetch_row(k + offsets[i + kLanes] * bytes, bytes);
+    scales[i] = row_scale<M>(row, dim);
     VF acc[G] = {};
     for (long d = 0; d < whole; d += K::kStep)
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g)
-        acc[g] = K::add(acc[g], row + d * M::kSize, q + g * q_stride + d * store_bytes(K::kQuery));
+        acc[g] = K::add(acc[g], row + d * M::kSize, q + g * q_stride + d * K::kQuerySize);
     if (whole < dim) {
       char rest[K::kStep * M::kSize] = {};
       memcpy(rest, row + whole * M::kSize, size_t((dim - whole) * M::kSize));
       for (int g = 0; g < G; ++g)
-        acc[g] = K::add(acc[g], rest, q + g * q_stride + whole * store_bytes(K::kQuery));
+        acc[g] = K::add(acc[g], rest, q + g * q_stride + whole * K::kQuerySize);
     }
-    for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
+    for (int g = 0; g < G; ++g) parts[g][i] = K::total(acc[g]);
   }
   for (int g = 0; g < G; ++g) {
     for (long i = count; i < kLanes; ++i) parts[g][i] = VF{};
-    store(scores + g * ld, sum_each(parts[g]));
+    VF sums = sum_each(parts[g]);
+    if constexpr (M::kTail > 0)
+      sums *= load(scales) * load_one(q + (g + 1) * q_stride - kQueryTail);
+    store(scores + g * ld, sums);
   }
 }
 
@@ -97,7 +99,16 @@ template <class M, int G>
 DIPTYCH_INLINE void add_values(const char* v, const long* offsets, long count, long ahead,
                                long dim, const float* weights, long ld, float* out, long out_stride) {
   constexpr int kVecs = 4;
-  long d = 0;
+  long d = 0, bytes = row_bytes_of<M>(dim);
+  float scaled[G * kLanes];
+  if constexpr (M::kTail > 0) {
+    float scales[kLanes] = {};
+    for (long t = 0; t < count; ++t) scales[t] = row_scale<M>(v + offsets[t] * bytes, dim);
+    for (int g = 0; g < G; ++g)
+      store(scaled + g * kLanes, load(weights + g * ld) * load(scales));
+    weights = scaled;
+    ld = kLanes;
+  }
   for (; d + kVecs * kLanes <= dim; d += kVecs * kLanes) {
     VF acc[G][kVecs];
 #pragma GCC unroll 4
@@ -105,9 +116,9 @@ DIPTYCH_INLINE void add_values(const char* v, const long* offsets, long count, l
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) acc[g][j] = load(out + g * out_stride + d + j * kLanes);
     for (long t = 0; t < count; ++t) {
-      const char* row = v + (offsets[t] * dim + d) * M::kSize;
+      const char* row = v + offsets[t] * bytes + d * M::kSize;
       if (t < ahead)
-        prefetch_row(v + (offsets[t + kLanes] * dim + d) * M::kSize, kVecs * kLanes * M::kSize);
+        prefetch_row(v + offsets[t + kLanes] * bytes + d * M::kSize, kVecs * kLanes * M::kSize);
       VF x[kVecs];
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) x[j] = M::get(row + j * kLanes * M::kSize);
@@ -127,10 +138,32 @@ DIPTYCH_INLINE void add_values(const char* v, const long* offsets, long count, l
     for (int g = 0; g < G; ++g) {
       VF acc = load(out + g * out_stride + d);
       for (long t = 0; t < count; ++t)
-        acc += splat(weights[g * ld + t]) * get_any<M>(v + (offsets[t] * dim + d) * M::kSize, dim - d);
+        acc += splat(weights[g * ld + t]) * get_any<M>(v + offsets[t] * bytes + d * M::kSize, dim - d);
       store(out + g * out_stride + d, acc);
     }
   }
+}
+
+// The same for any kind of keys, and for the values that lie beside them.
+template <class K, int G>
+DIPTYCH_INLINE void dots_of(const char* k, const long* offsets, long count, long ahead, long dim,
+                            const char* q, long q_stride, float* scores, long ld) {
+#if defined(__AVX512F__)
+  if constexpr (K::kBytes)
+    return dot_bytes<G>(k, offsets, count, ahead, dim, q, q_stride, scores, ld);
+  else
+#endif
+    dot_keys<K, G>(k, offsets, count, ahead, dim, q, q_stride, scores, ld);
+}
+template <class K, int G>
+DIPTYCH_INLINE void values_of(const char* v, const long* offsets, long count, long ahead, long dim,
+                              const float* weights, long ld, float* out, long out_stride) {
+#if defined(__AVX512F__)
+  if constexpr (K::kBytes)
+    return add_bytes<G>(v, offsets, count, ahead, dim, weights, ld, out, out_stride);
+  else
+#endif
+    add_values<typename K::Mem, G>(v, offsets, count, ahead, dim, weights, ld, out, out_stride);
 }
 
 template <int G>
@@ -226,9 +259,9 @@ DIPTYCH_INLINE void prefetch_first(const Pool& pool, const Batch& batch, const D
   long offsets[kLanes];
   long first = unit.item->first, count = min_of(kLanes, unit.item->last - first);
   fill_offsets(pool, batch, unit.item->seq, first, first + count, unit.kv_first, offsets);
+  long bytes = row_bytes_of<M>(dim);
   for (long t = 0; t < count; ++t)
-    prefetch_row(rows + offsets[t] * dim * M::kSize,
-                 (unit.kv_last - unit.kv_first) * dim * M::kSize);
+    prefetch_row(rows + offsets[t] * bytes, (unit.kv_last - unit.kv_first) * bytes);
 }
 
 // The KV heads of one unit. Keys are taken kLanes at a time for all heads, so
@@ -248,7 +281,10 @@ inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit
   float* scores = reinterpret_cast<float*>(own + sizes.decode_scores);
   float* sums = reinterpret_cast<float*>(own + sizes.decode_sums);
   fill_offsets(pool, batch, item.seq, item.first, item.last, unit.kv_first, offsets);
-  read_query(a, token, first, count, K::kQuery, q, sizes.q_stride);
+  if constexpr (M::kTail > 0)
+    read_integers(a, token, first, count, q, sizes.q_stride);
+  else
+    read_query(a, token, first, count, K::kQuery, q, sizes.q_stride);
   // f(heads of this pass, index of the first, its KV head) for all heads.
   auto each_group = [&](auto&& f) {
     for (long h = 0; h < kv_count; ++h)
@@ -258,8 +294,8 @@ inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit
   for (long t = 0; t < n; t += kLanes) {
     long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
     each_group([&](auto heads, long head, long h) {
-      const char* keys = pool.k + h * pool.k_dim * M::kSize;
-      dot_keys<K, decltype(heads)::value>(keys, offsets + t, left, ahead, pool.k_dim,
+      const char* keys = pool.k + h * row_bytes_of<M>(pool.k_dim);
+      dots_of<K, decltype(heads)::value>(keys, offsets + t, left, ahead, pool.k_dim,
                                           q + head * sizes.q_stride, sizes.q_stride,
                                           scores + head * kScoreStride + t, kScoreStride);
     });
@@ -274,8 +310,8 @@ inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit
   for (long t = 0; t < n; t += kLanes) {
     long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
     each_group([&](auto heads, long head, long h) {
-      const char* values = pool.v + h * pool.v_dim * M::kSize;
-      add_values<M, decltype(heads)::value>(values, offsets + t, left, ahead, pool.v_dim,
+      const char* values = pool.v + h * row_bytes_of<M>(pool.v_dim);
+      values_of<K, decltype(heads)::value>(values, offsets + t, left, ahead, pool.v_dim,
                                             scores + head * kScoreStride + t, kScoreStride,
                                             sums + head * sizes.partial_stride,
                                             sizes.partial_stride);

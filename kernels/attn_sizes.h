@@ -10,6 +10,7 @@ constexpr long kPartition = 256;       // longest piece of context per decode it
 constexpr long kShortPartition = 128;  // for contexts up to kShortContext, so that few
 constexpr long kShortContext = 1024;   // sequences still keep all threads busy
 constexpr long kScoreStride = kPartition + 16;
+constexpr long kQueryTail = 64;   // behind a query of integers: its scale
 constexpr long kKeyTile = 128;    // keys packed at a time in prefill
 constexpr long kQueryRows = 192;  // rows (tokens * query heads of a group) of a prefill item
 constexpr long kRowPad = 16;      // at least the tallest tile
@@ -31,7 +32,8 @@ static inline long prefill_tokens(long group) { return group > kQueryRows ? 1 : 
 static inline AttentionSizes attention_sizes(const Pool& pool, long heads) {
   AttentionSizes s = {};
   long group = heads / pool.kv_heads;
-  s.q_stride = round_up(pool.k_dim * 4, 64);
+  s.q_stride = pool.store == Store::I8 ? round_up(pool.k_dim, 64) * 4 + kQueryTail
+                                       : round_up(pool.k_dim * 4, 64);
   s.sum_stride = round_up(pool.v_dim, kBlockCols);
   s.partial_stride = s.sum_stride + 16;
   long end = 0;

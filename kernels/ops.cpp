@@ -19,7 +19,7 @@ Scratch& scratch() {
 }
 
 at::Tensor attention_like(const at::Tensor& q, const at::Tensor& v_pool) {
-  return at::empty({q.size(0), q.size(1), v_pool.size(3)}, q.options());
+  return at::empty({q.size(0), q.size(1), dim_of(v_pool)}, q.options());
 }
 
 at::Tensor paged_attention_meta(const at::Tensor& q, const at::Tensor&, const at::Tensor& v_pool,
@@ -81,6 +81,33 @@ void kv_write(const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_pool
   run([&](const Crew& crew) {
     active_kernels().write_kv(crew, pool, slot, tokens, k_rows, k.stride(1), v_rows, v.stride(1));
   });
+}
+
+// Blocks of one pool into another that differs in its element type, by the calling thread alone.
+void kv_convert(const at::Tensor& source, const at::Tensor& target, const at::Tensor& from,
+                const at::Tensor& to) {
+  for (const at::Tensor* pool : {&source, &target})
+    TORCH_CHECK(pool->dim() == 4 && pool->is_contiguous(),
+                "diptych: KV pools must be contiguous [blocks, block_size, heads, dim]");
+  TORCH_CHECK(source.size(1) == target.size(1) && source.size(2) == target.size(2) &&
+                  dim_of(source) == dim_of(target),
+              "diptych: the pools differ in more than their blocks and element type");
+  for (const at::Tensor* blocks : {&from, &to})
+    TORCH_CHECK(blocks->scalar_type() == at::kLong && blocks->is_contiguous() &&
+                    blocks->dim() == 1 && blocks->size(0) == from.size(0),
+                "diptych: blocks must be contiguous int64, as many of one pool as of the other");
+  const int64_t *first = from.const_data_ptr<int64_t>(), *second = to.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < from.size(0); ++i)
+    TORCH_CHECK(first[i] >= 0 && first[i] < source.size(0) && second[i] >= 0 &&
+                    second[i] < target.size(0),
+                "diptych: a block outside the pool");
+  Store in = pool_store_of(source), out = pool_store_of(target);
+  long dim = dim_of(source), rows = long(source.size(1) * source.size(2));
+  const char* theirs = static_cast<const char*>(source.const_data_ptr());
+  char* ours = static_cast<char*>(target.data_ptr());
+  for (int64_t i = 0; i < from.size(0); ++i)
+    active_kernels().convert(in, theirs + first[i] * rows * head_bytes(in, dim), out,
+                             ours + second[i] * rows * head_bytes(out, dim), rows, dim);
 }
 
 void kv_write_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -194,6 +221,7 @@ TORCH_LIBRARY(diptych, m) {
       "Tensor");
   m.def(
       "kv_write(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots) -> ()");
+  m.def("kv_convert(Tensor source, Tensor(a!) target, Tensor from_blocks, Tensor to_blocks) -> ()");
   m.def("pack_linear(Tensor weight, int kind, Tensor? up=None) -> Tensor");
   m.def(
       "linear(Tensor x, Tensor packed, Tensor? bias, int kind, int outputs, bool gated=False) -> "
@@ -208,6 +236,7 @@ TORCH_LIBRARY(diptych, m) {
 TORCH_LIBRARY_IMPL(diptych, CPU, m) {
   m.impl("paged_attention", paged_attention);
   m.impl("kv_write", kv_write);
+  m.impl("kv_convert", kv_convert);
   m.impl("pack_linear", pack_linear);
   m.impl("linear", linear);
   m.impl("rms_norm", rms_norm);

@@ -2,6 +2,7 @@
 // same tile multiplies them: scores = queries * packed keys, sums = weights * packed values.
 #pragma once
 
+#include "rows.h"
 #include "tile.h"
 
 namespace diptych {
@@ -40,12 +41,30 @@ DIPTYCH_INLINE void transpose16(__m512i* r) {
 }
 #endif
 
-// One 4-byte step of a key: one fp32 (converted from M) or two bf16 as they are.
+// 2 * kLanes int8 of a row with `left` of them, times `scale`, as bf16.
+DIPTYCH_INLINE VU bf16_of_int8(const char* p, long left, float scale) {
+  char rest[2 * kLanes] = {};
+  if (left < 2 * kLanes) p = static_cast<const char*>(memcpy(rest, p, size_t(left)));
+  VF low = MemI8::get(p) * scale, high = MemI8::get(p + kLanes) * scale;
+#if defined(__AVX512BF16__)
+  return (VU)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  char both[DIPTYCH_BYTES];
+  MemBF16::put(both, low);
+  MemBF16::put(both + 2 * kLanes, high);
+  return load_raw(both);
+#endif
+}
+
+// One 4-byte step of a key: one fp32 (converted from M) or two bf16 (as they are, or from int8).
 template <class D, class M>
 struct KeySteps {
   static constexpr long kPerVector = D::kKind == Kind::BF16 ? 2 * kLanes : kLanes;  // elements
-  static DIPTYCH_INLINE VU get(const char* p, long left) {
-    if constexpr (D::kKind == Kind::BF16) {
+  static DIPTYCH_INLINE VU get(const char* p, long left, float scale) {
+    if constexpr (M::kTail > 0) {
+      if constexpr (D::kKind == Kind::BF16) return bf16_of_int8(p, left, scale);
+      return (VU)((left >= kLanes ? M::get(p) : get_part<M>(p, left)) * scale);
+    } else if constexpr (D::kKind == Kind::BF16) {
       if (left >= kPerVector) return load_raw(p);
       char rest[DIPTYCH_BYTES] = {};
       memcpy(rest, p, size_t(left * 2));
@@ -67,9 +86,10 @@ inline void pack_keys(const char* k, const long* offsets, long count, long dim, 
     for (long d = 0; d < dim; d += Steps::kPerVector) {
       VU r[kLanes];
       for (long i = 0; i < kLanes; ++i) {
-        r[i] = key + i < count
-                   ? Steps::get(k + (offsets[key + i] * dim + d) * M::kSize, dim - d)
-                   : VU{};
+        r[i] = VU{};
+        if (key + i >= count) continue;
+        const char* row = k + offsets[key + i] * row_bytes_of<M>(dim);
+        r[i] = Steps::get(row + d * M::kSize, dim - d, row_scale<M>(row, dim));
       }
       long step = d / step_inputs(D::kKind), last = min_of(steps - step, kLanes);
 #if defined(__AVX512F__)
@@ -116,8 +136,12 @@ inline void pack_values(const char* v, const long* offsets, long count, long dim
         char rows[2][64] = {};
         const char* from[2] = {rows[0], rows[1]};
         for (long i = 0; i < 2 && key + i < count; ++i) {
-          const char* row = v + (offsets[key + i] * dim + d) * 2;
-          if (left == 32)
+          const char* first = v + offsets[key + i] * row_bytes_of<M>(dim);
+          const char* row = first + d * M::kSize;
+          if constexpr (M::kTail > 0) {
+            VU wide = bf16_of_int8(row, left, row_scale<M>(first, dim));
+            memcpy(rows[i], &wide, sizeof wide);
+          } else if (left == 32)
             from[i] = row;
           else
             memcpy(rows[i], row, size_t(left * 2));
@@ -126,8 +150,11 @@ inline void pack_values(const char* v, const long* offsets, long count, long dim
       } else {
         for (long i = 0; i < 32; i += kLanes) {
           VF x = {};
-          if (key < count && i < left)
-            x = get_any<M>(v + (offsets[key] * dim + d + i) * M::kSize, left - i);
+          if (key < count && i < left) {
+            const char* row = v + offsets[key] * row_bytes_of<M>(dim);
+            x = get_any<M>(row + (d + i) * M::kSize, left - i);
+            if constexpr (M::kTail > 0) x *= row_scale<M>(row, dim);
+          }
           store(to + i * 4, x);
         }
       }

@@ -67,9 +67,25 @@ DIPTYCH_INLINE int32_t sum_integers(VI x) {
 #endif
 }
 
-// Quantise one row to int8 planes, group by group: scale = largest magnitude / largest integer.
-// A NaN or infinity makes its group's scale NaN, and so the row's results, without touching
-// other rows.
+// Scale = largest magnitude / largest integer. A NaN or infinity makes the scale NaN, and so what
+// is computed with it, without touching other rows.
+struct Range {
+  float scale, inverse;
+  Range(uint32_t most_bits, int most) {
+    memcpy(&scale, &most_bits, 4);
+    scale /= float(most);
+    inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    if (!(inverse < 3e38f)) inverse = 0.0f;  // only subnormal values: they round to zero
+    if (most_bits >= 0x7f800000u) scale = __builtin_nanf("");
+  }
+  DIPTYCH_INLINE VI rounded(VF x, int most) const {
+    VI q = (VI)(x * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
+    q = q > most ? VI{} + most : q;
+    return q < -most ? VI{} - most : q;
+  }
+};
+
+// Quantise one row to int8 planes, group by group.
 template <class M, int kPlanes>
 DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scaled, bool int4,
                                  char* out) {
@@ -88,18 +104,11 @@ DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scale
       VU size = (VU)absolute(x[v]);
       largest = size > largest ? size : largest;
     }
-    uint32_t most = max_integers(largest);
-    float scale;
-    memcpy(&scale, &most, 4);
-    scale /= float(kMost);
-    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    if (!(inverse < 3e38f)) inverse = 0.0f;  // only subnormal values: they round to zero
+    Range range(max_integers(largest), kMost);
     VI sum = {};
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
-      VI q = (VI)(x[v] * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
-      q = q > kMost ? VI{} + kMost : q;
-      q = q < -kMost ? VI{} - kMost : q;
+      VI q = range.rounded(x[v], kMost);
       sum += q;
       char* to = out + g * kGroup + v * kLanes;
       if constexpr (kPlanes == 2) {
@@ -110,10 +119,9 @@ DIPTYCH_INLINE void quantise_row(const char* in, long width, const Scaled& scale
         store_bytes_of(q, to);
       }
     }
-    if (most >= 0x7f800000u) scale = __builtin_nanf("");
     int32_t total = sum_integers(sum), offset = -128 * total;
-    float values = scale * float(total);
-    memcpy(scales + g * 4, &scale, 4);
+    float values = range.scale * float(total);
+    memcpy(scales + g * 4, &range.scale, 4);
     if (int4)
       memcpy(offsets + g * 4, &values, 4);
     else
@@ -201,11 +209,36 @@ inline void run_silu_mul(const Crew& crew, const Matrix& gate, const Matrix& up,
   });
 }
 
+// Range of `dim` elements to integers of up to `most`.
+template <class M>
+DIPTYCH_INLINE Range range_of(const char* in, long dim, int most) {
+  VU largest = {};
+  for (long i = 0; i < dim; i += kLanes) {
+    VU size = (VU)absolute(get_any<M>(in + i * M::kSize, dim - i));
+    largest = size > largest ? size : largest;
+  }
+  return Range(max_integers(largest), most);
+}
+
+// One head's row of an int8 pool: integers, then their scale.
+template <class M>
+DIPTYCH_INLINE void write_int8(const char* in, long dim, char* out) {
+  Range range = range_of<M>(in, dim, 127);
+  for (long i = 0; i < dim; i += kLanes) {
+    VI q = range.rounded(get_any<M>(in + i * M::kSize, dim - i), 127);
+    char whole[kLanes];
+    bool fits = dim - i >= kLanes;
+    store_bytes_of(q, fits ? out + i : whole);
+    if (!fits) memcpy(out + i, whole, size_t(dim - i));
+  }
+  memcpy(out + dim, &range.scale, 4);
+}
+
 // Copy one token's heads into its slot, converting the element type where it differs.
 inline void write_heads(const Matrix& in, long row, long head_stride, long heads, long dim,
                         Store store, char* out) {
   long size = store_bytes(in.store), out_size = store_bytes(store);
-  for (long h = 0; h < heads; ++h, out += dim * out_size) {
+  for (long h = 0; h < heads; ++h, out += head_bytes(store, dim)) {
     const char* from = row_of(in, row) + h * head_stride * size;
     if (in.store == store) {
       memcpy(out, from, size_t(dim * size));
@@ -213,6 +246,7 @@ inline void write_heads(const Matrix& in, long row, long head_stride, long heads
     }
     with_store(in.store, [&](auto source) {
       typedef decltype(source) M;
+      if (store == Store::I8) return write_int8<M>(from, dim, out);
       with_store(store, [&](auto target) {
         typedef decltype(target) W;
         for (long i = 0; i < dim; i += kLanes)
@@ -222,15 +256,36 @@ inline void write_heads(const Matrix& in, long row, long head_stride, long heads
   }
 }
 
+// `rows` rows of a pool, adjacent, as a pool of another element type holds them.
+inline void convert_rows(Store from, const char* in, Store to, char* out, long rows, long dim) {
+  if (from == to) {
+    memcpy(out, in, size_t(rows * head_bytes(to, dim)));
+    return;
+  }
+  if (from != Store::I8) {
+    Matrix all{from, const_cast<char*>(in), 0};
+    return write_heads(all, 0, dim, rows, dim, to, out);
+  }
+  with_store(to, [&](auto target) {
+    typedef decltype(target) W;
+    for (long row = 0; row < rows; ++row) {
+      float scale = row_scale<MemI8>(in, dim);
+      for (long i = 0; i < dim; i += kLanes)
+        put_any<W>(out + i * W::kSize, get_any<MemI8>(in + i, dim - i) * scale, dim - i);
+      in += row_bytes_of<MemI8>(dim);
+      out += row_bytes_of<W>(dim);
+    }
+  });
+}
+
 inline void run_write_kv(const Crew& crew, const Pool& pool, const int64_t* slots, long tokens,
                          const Matrix& k, long k_head, const Matrix& v, long v_head) {
-  long size = store_bytes(pool.store);
   each_row(crew, tokens, [&](long row) {
     long first = slots[row] * pool.kv_heads;
     write_heads(k, row, k_head, pool.kv_heads, pool.k_dim, pool.store,
-                pool.k + first * pool.k_dim * size);
+                pool.k + first * head_bytes(pool.store, pool.k_dim));
     write_heads(v, row, v_head, pool.kv_heads, pool.v_dim, pool.store,
-                pool.v + first * pool.v_dim * size);
+                pool.v + first * head_bytes(pool.store, pool.v_dim));
   });
 }
 

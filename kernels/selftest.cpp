@@ -116,10 +116,10 @@ void test_attention(const Kernels& k, Store store, long k_dim, long v_dim, long 
                     long kv_heads, long block_size, long window) {
   Sequences seqs({{1, 1}, {1, 300}, {37, 37}, {5, 129}, {1, 1500}, {70, 90}}, block_size);
   Batch batch = seqs.batch();
-  long slots = seqs.blocks * block_size, size = store_bytes(store);
+  long slots = seqs.blocks * block_size, rows = slots * kv_heads;
   Exact<float> keys(slots * kv_heads * k_dim), values(slots * kv_heads * v_dim);
   fill(keys), fill(values);
-  Exact<char> k_pool(long(keys.count) * size), v_pool(long(values.count) * size);
+  Exact<char> k_pool(rows * head_bytes(store, k_dim)), v_pool(rows * head_bytes(store, v_dim));
   Pool pool{store, k_pool.data, v_pool.data, seqs.blocks, block_size, kv_heads, k_dim, v_dim};
   std::vector<int64_t> all;
   for (long i = 0; i < slots; ++i) all.push_back(slots - 1 - i);  // slot s holds row slots - 1 - s
@@ -185,16 +185,15 @@ void test_stack(const Kernels& k, Kind kind, Store store) {
   layers[1].window = 0;
   Sequences seqs({{1, 20}, {600, 640}, {1, 1}}, 4);
   Batch batch = seqs.batch();
-  long elements = seqs.blocks * 4 * shape.kv_heads * shape.head_dim, tokens = batch.tokens;
+  long bytes = seqs.blocks * 4 * shape.kv_heads * head_bytes(store, shape.head_dim);
+  long tokens = batch.tokens;
   std::vector<float> start(size_t(tokens * shape.hidden)), results[2];
   for (float& x : start) x = random_float();
   Exact<float> cos(tokens * 4), sin(tokens * 4);
   fill(cos), fill(sin);
   for (int split = 0; split < 2; ++split) {
-    Exact<char> pools[4] = {Exact<char>(elements * store_bytes(store)),
-                            Exact<char>(elements * store_bytes(store)),
-                            Exact<char>(elements * store_bytes(store)),
-                            Exact<char>(elements * store_bytes(store))};
+    Exact<char> pools[4] = {Exact<char>(bytes), Exact<char>(bytes), Exact<char>(bytes),
+                            Exact<char>(bytes)};
     Pool pool[2];
     for (int i = 0; i < 2; ++i) {
       for (int j = 0; j < 2; ++j) memset(pools[2 * i + j].data, 0, pools[2 * i + j].count);
@@ -227,7 +226,7 @@ void test_tier(const Kernels& k) {
     test_linear(k, kind, 2, 1, 1, false);
     test_linear(k, kind, 17, 41, 64, true);
   }
-  for (Store store : {Store::F32, Store::BF16, Store::F16}) {
+  for (Store store : {Store::F32, Store::BF16, Store::F16, Store::I8}) {
     test_attention(k, store, 64, 64, 9, 3, 16, 0);
     test_attention(k, store, 20, 7, 5, 1, 5, 50);
     test_attention(k, store, 3, 33, 2, 2, 1, 1);
@@ -237,6 +236,7 @@ void test_tier(const Kernels& k) {
   test_stack(k, Kind::I8, Store::F16);
   test_stack(k, Kind::I8A16, Store::BF16);
   test_stack(k, Kind::I4A16, Store::F32);
+  test_stack(k, Kind::I8, Store::I8);
 }
 
 }  // namespace

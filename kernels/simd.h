@@ -42,6 +42,16 @@ DIPTYCH_INLINE long max_of(long a, long b) { return a > b ? a : b; }
 DIPTYCH_INLINE VF splat(float x) { return x - VF{}; }
 DIPTYCH_INLINE VF load(const void* p) { return *static_cast<const VF_any*>(p); }
 DIPTYCH_INLINE void store(void* p, VF x) { *static_cast<VF_any*>(p) = x; }
+DIPTYCH_INLINE float load_one(const void* p) {
+  float x;
+  memcpy(&x, p, 4);
+  return x;
+}
+DIPTYCH_INLINE int32_t load_integer(const void* p) {
+  int32_t x;
+  memcpy(&x, p, 4);
+  return x;
+}
 DIPTYCH_INLINE VU load_raw(const void* p) { return *static_cast<const VU_any*>(p); }
 DIPTYCH_INLINE VF larger(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
 DIPTYCH_INLINE VF absolute(VF x) { return (VF)((VU)x & 0x7fffffffu); }
@@ -171,13 +181,13 @@ DIPTYCH_INLINE VH narrow_half(VF x) {
 // One element type in memory: vectors of kLanes floats in and out.
 struct MemF32 {
   static constexpr Store kStore = Store::F32;
-  static constexpr long kSize = 4;
+  static constexpr long kSize = 4, kTail = 0;
   static DIPTYCH_INLINE VF get(const char* p) { return load(p); }
   static DIPTYCH_INLINE void put(char* p, VF x) { store(p, x); }
 };
 struct MemBF16 {
   static constexpr Store kStore = Store::BF16;
-  static constexpr long kSize = 2;
+  static constexpr long kSize = 2, kTail = 0;
   static DIPTYCH_INLINE VF get(const char* p) {
     return widen_bf16(*reinterpret_cast<const VH_any*>(p));
   }
@@ -187,7 +197,7 @@ struct MemBF16 {
 };
 struct MemF16 {
   static constexpr Store kStore = Store::F16;
-  static constexpr long kSize = 2;
+  static constexpr long kSize = 2, kTail = 0;
   static DIPTYCH_INLINE VF get(const char* p) {
     return widen_half(*reinterpret_cast<const VH_any*>(p));
   }
@@ -195,6 +205,35 @@ struct MemF16 {
     *reinterpret_cast<VH_any*>(p) = narrow_half(x);
   }
 };
+
+// Integers of a pool's row, which ends with their scale; `rows.h` writes whole rows.
+struct MemI8 {
+  static constexpr Store kStore = Store::I8;
+  static constexpr long kSize = 1, kTail = kScaleBytes;
+  static DIPTYCH_INLINE VF get(const char* p) {
+#if defined(__AVX512F__)
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (VF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+    VF out;
+    for (int i = 0; i < kLanes; ++i) out[i] = float(int8_t(p[i]));
+    return out;
+#endif
+  }
+};
+
+// A pool's row of one head: its bytes, and what its elements are multiplied by.
+template <class M>
+DIPTYCH_INLINE long row_bytes_of(long dim) {
+  return dim * M::kSize + M::kTail;
+}
+template <class M>
+DIPTYCH_INLINE float row_scale(const char* row, long dim) {
+  return M::kTail > 0 ? load_one(row + dim * M::kSize) : 1.0f;
+}
 
 // The first n < kLanes elements; the others read as zero and are not written.
 template <class M>
@@ -210,7 +249,7 @@ DIPTYCH_INLINE void put_part(char* p, VF x, long n) {
   memcpy(p, buffer, size_t(n * M::kSize));
 }
 
-// Call f with the memory type of `s`.
+// Call f with the memory type of `s`, which is none of a pool's only.
 template <class F>
 DIPTYCH_INLINE void with_store(Store s, F&& f) {
   if (s == Store::F32) f(MemF32{});

@@ -17,6 +17,7 @@ const Kernels kernels = {
     run_rms_norm,
     run_silu_mul,
     run_write_kv,
+    convert_rows,
     run_attention,
     run_stack,
     run_head,

@@ -56,17 +56,30 @@ inline Matrix matrix_of(const at::Tensor& t) {
   return Matrix{store_of(t), t.data_ptr(), long(t.stride(0))};
 }
 
+// A pool's int8 [.., dim + kScaleBytes] are integers and their scale.
+inline Store pool_store_of(const at::Tensor& pool) {
+  return pool.scalar_type() == at::kChar ? Store::I8 : store_of(pool);
+}
+inline long dim_of(const at::Tensor& pool) {
+  long dim = long(pool.size(3)) - (pool.scalar_type() == at::kChar ? kScaleBytes : 0);
+  TORCH_CHECK(dim > 0, "diptych: rows of a KV pool are too short");
+  return dim;
+}
+
 inline Pool pool_of(const at::Tensor& k, const at::Tensor& v) {
   TORCH_CHECK(k.dim() == 4 && v.dim() == 4 && k.is_contiguous() && v.is_contiguous(),
               "diptych: KV pools must be contiguous [blocks, block_size, heads, dim]");
   TORCH_CHECK(k.scalar_type() == v.scalar_type() && k.size(0) == v.size(0) &&
                   k.size(1) == v.size(1) && k.size(2) == v.size(2),
               "diptych: K and V pool differ in more than their dim");
-  return Pool{store_of(k),       static_cast<char*>(k.data_ptr()),
-              static_cast<char*>(v.data_ptr()),
-              long(k.size(0)),   long(k.size(1)),
-              long(k.size(2)),   long(k.size(3)),
-              long(v.size(3))};
+  Pool pool{pool_store_of(k),  static_cast<char*>(k.data_ptr()),
+            static_cast<char*>(v.data_ptr()),
+            long(k.size(0)),   long(k.size(1)),
+            long(k.size(2)),   dim_of(k),
+            dim_of(v)};
+  TORCH_CHECK(pool.store != Store::I8 || pool.k_dim <= kMaxIntegerDim,
+              "diptych: int8 keys of more than ", kMaxIntegerDim, " elements");
+  return pool;
 }
 
 inline Batch batch_of(const at::Tensor& tables, const at::Tensor& query_start,

@@ -362,10 +362,10 @@ def _check_roles(deployment: Deployment, source: str) -> None:
     prefill, decode = deployment.workers.prefill, deployment.workers.decode
     if split and prefill and decode:
         theirs, ours = (kv_dtype_for(w.precision, w.kv_dtype) for w in (prefill, decode))
-        if theirs != ours:
+        if theirs != ours and decode.device != "cpu":
             raise BadConfig(
                 f"{source}: keys and values are {theirs} in `workers.prefill` and {ours} in "
-                "`workers.decode`: give both the same `kv_dtype`, since decode reads prefill's KV"
+                "`workers.decode`, and a GPU converts none: give both the same `kv_dtype`"
             )
         cuda = (prefill.device != "cpu", decode.device != "cpu")
         transfer = transfer_problem(deployment.transfer.path, deployment.transfer.codec, cuda=cuda)
@@ -380,7 +380,7 @@ def _check_roles(deployment: Deployment, source: str) -> None:
             )
         if section is None:
             continue
-        problem = device_problem(section.device, section.precision)
+        problem = device_problem(section.device, section.precision, section.kv_dtype)
         if problem is not None:
             raise BadConfig(f"{source}: {problem} - at `$.workers.{role}.device`")
         if section.cores is not None:

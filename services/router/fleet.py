@@ -97,7 +97,7 @@ class Fleet:
         if worker.health != "lost":
             return
         others = [w for w in self.by_peer.values() if w.health != "lost"]
-        if others and self.compatibility != worker.hello.compatibility:
+        if others and self._differs(worker.hello.compatibility):
             error = self._mismatch(worker.hello.compatibility)
             self._outbox.worker(worker, WorkerRefused(error=error.payload()))
             self._remove(worker, "no longer fits", now)
@@ -200,7 +200,7 @@ class Fleet:
             if worker.health in ("lost", "hung"):
                 assert not worker.legs
             else:
-                assert worker.hello.compatibility == self.compatibility
+                assert not self._differs(worker.hello.compatibility)
             assert self.due <= self._due(worker)
 
     def _add(self, peer: bytes, message: WorkerHello, now: float) -> Worker:
@@ -239,7 +239,7 @@ class Fleet:
     def _objection(self, known: Worker | None, message: WorkerHello) -> DiptychError | None:
         offered = message.compatibility
         others = [w for w in self.by_peer.values() if w is not known and w.health != "lost"]
-        if offered.wire_version != WIRE_VERSION or (others and offered != self.compatibility):
+        if offered.wire_version != WIRE_VERSION or (others and self._differs(offered)):
             return self._mismatch(offered)
         smallest = min(offered.block_size, message.blocks_total, message.max_sequences)
         if smallest < 1 or message.max_model_len < 1:
@@ -247,6 +247,10 @@ class Fleet:
         if known is None and len(others) >= MAX_WORKERS:
             return InvalidRequest(f"the fleet has {MAX_WORKERS} workers already")
         return None
+
+    def _differs(self, offered: Compatibility) -> bool:
+        """Return whether no KV can move between the fleet and a worker that offers this."""
+        return self.compatibility is None or bool(self.compatibility.differences(offered))
 
     def _mismatch(self, offered: Compatibility) -> IncompatiblePeer:
         if self.compatibility is None or offered.wire_version != WIRE_VERSION:

@@ -52,7 +52,9 @@ class CudaPool:
             handle=handle,
             sliced=memory.sliced,
         )
-        self._descriptor = msgspec.structs.replace(book.descriptor(), cuda=cuda)
+        self._descriptor = msgspec.structs.replace(
+            book.descriptor(), cuda=cuda, dtype=arena.layout.dtype
+        )
 
     @property
     def generations(self) -> NDArray[np.uint64]:

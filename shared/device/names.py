@@ -20,12 +20,14 @@ def device_index(name: str) -> int | None:
     return None if kind == "cpu" else int(number or 0)
 
 
-def device_problem(device: str, precision: str) -> str | None:
+def device_problem(device: str, precision: str, kv_dtype: str | None) -> str | None:
     """Say what a worker on ``device`` cannot do, and what to write instead."""
     if device == "cpu":
         return None
     if precision in ("int8", "int4"):
         return f"`precision: {precision}` is for CPUs: on a GPU use bf16, fp16 or fp32"
+    if kv_dtype == "int8":
+        return "`kv_dtype: int8` is for CPUs: on a GPU use bf16, fp16 or fp32"
     return None
 
 

@@ -25,6 +25,15 @@ _TOLERANCE: Final[dict[Precision, float]] = {
 }
 """Relative error of the median row; a leak or a lost mask gives about 1 in most rows."""
 
+_KV_TOLERANCE: Final[dict[KvDtype, float]] = {
+    "fp32": 1e-3,
+    "bf16": 0.15,
+    "fp16": 0.05,
+    "int8": 0.15,
+}
+"""The same for rounding KV. int8 was off by 0.003 to 0.026 over nine families of tiny random
+models and SmolLM2-135M, bf16 by up to 0.018."""
+
 
 def own_logits(model: HfModel) -> Logits:
     """Return what the model computes by its own attention, one prompt at a time."""
@@ -58,7 +67,7 @@ def difference(runner: ModelRunner, layout: KvLayout, expected: Logits, embeddin
 
 def tolerance(precision: Precision, kv_dtype: KvDtype) -> float:
     """Return the error that rounding weights and KV to these explains."""
-    return max(_TOLERANCE[precision], _TOLERANCE[kv_dtype])
+    return max(_TOLERANCE[precision], _KV_TOLERANCE[kv_dtype])
 
 
 def require_equal(error: float, bound: float, name: str) -> None:

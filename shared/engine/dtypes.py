@@ -6,13 +6,6 @@ import torch
 
 from shared.config import Precision
 from shared.kernels.types import LinearKind
-from shared.kv.layout import KvDtype
-
-TORCH_DTYPES: Final[dict[KvDtype, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 LOADED_AS: Final[dict[Precision, torch.dtype]] = {
     "fp32": torch.float32,

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from shared.kernels.int4 import on_grid
+from shared.kernels.kv_rows import from_rows, head_dim, to_rows
 from shared.kernels.types import GROUP, INT4, INT8, AttentionBatch, LinearKind
 
 _ROWS_AT_ONCE = 256
@@ -25,7 +26,7 @@ def paged_attention(
     """Attend q [rows, heads, k_dim]; returns [rows, heads, v_dim] in the dtype of ``q``."""
     k_pool, v_pool = pools
     block_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
-    out = q.new_empty((q.shape[0], q.shape[1], v_pool.shape[3]))
+    out = q.new_empty((q.shape[0], q.shape[1], head_dim(v_pool)))
     group = q.shape[1] // kv_heads
     starts, contexts = batch.query_start.tolist(), batch.context.tolist()
     for sequence, context in enumerate(contexts):
@@ -33,8 +34,8 @@ def paged_attention(
         start = context - (last - first)
         low = max(0, start - window + 1) if window else 0
         slots = _slots(batch.tables[sequence], low, context, block_size)
-        k = k_pool.flatten(0, 1)[slots].float().permute(1, 2, 0)
-        v = v_pool.flatten(0, 1)[slots].float().transpose(0, 1)
+        k = from_rows(k_pool.flatten(0, 1)[slots]).float().permute(1, 2, 0)
+        v = from_rows(v_pool.flatten(0, 1)[slots]).float().transpose(0, 1)
         keys = torch.arange(low, context)
         for row in range(first, last, _ROWS_AT_ONCE):
             end = min(row + _ROWS_AT_ONCE, last)
@@ -77,8 +78,18 @@ def kv_write(
     slots: torch.Tensor,
 ) -> None:
     """Store k, v [rows, kv heads, dim] in ``slots`` [rows] of the pools."""
-    k_pool.flatten(0, 1).index_copy_(0, slots, k.to(k_pool.dtype))
-    v_pool.flatten(0, 1).index_copy_(0, slots, v.to(v_pool.dtype))
+    k_pool.flatten(0, 1).index_copy_(0, slots, to_rows(k, k_pool.dtype))
+    v_pool.flatten(0, 1).index_copy_(0, slots, to_rows(v, v_pool.dtype))
+
+
+def kv_convert(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+) -> None:
+    """Put blocks of a pool into one of another dtype."""
+    target[target_blocks] = to_rows(from_rows(source[source_blocks]), target.dtype)
 
 
 def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.Tensor:

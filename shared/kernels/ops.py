@@ -20,10 +20,10 @@ def paged_attention(
     """Attend q [rows, heads, k_dim] over a KV pool; returns [rows, heads, v_dim] like ``q``.
 
     ``pools`` are one layer's K and V, [blocks, block_size, kv_heads, dim] in fp32, bf16 or
-    fp16, with the step's own K and V already written. A query sees keys up to itself, with
-    ``window`` only those later than ``query - window``. Scores are ``softcap * tanh(s /
-    softcap)`` where a cap is given; ``sinks`` fp32 [heads] are logits that take weight and give
-    no value. Slots that no sequence uses may hold anything.
+    fp16, or int8 rows (``kv_rows``), with the step's own K and V already written. A query sees
+    keys up to itself, with ``window`` only those later than ``query - window``. Scores are
+    ``softcap * tanh(s / softcap)`` where a cap is given; ``sinks`` fp32 [heads] are logits that
+    take weight and give no value. Slots that no sequence uses may hold anything.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit, or a table leaves the pool.
@@ -59,6 +59,23 @@ def kv_write(
     """
     write = operators().kv_write if native() else fallback.kv_write
     write(k, v, k_pool, v_pool, slots)
+
+
+def kv_convert(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+) -> None:
+    """Put blocks of a pool into one of another dtype; both are [blocks, block_size, heads, width].
+
+    ``source_blocks`` and ``target_blocks`` are int64 [n]. The calling thread computes alone.
+
+    Raises:
+        RuntimeError: shapes do not fit, or a block is outside its pool.
+    """
+    convert = operators().kv_convert if native() else fallback.kv_convert
+    convert(source, target, source_blocks, target_blocks)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 The mapping starts with a header page (magic, version, arena id, size, block count, layout
 fingerprint), followed by one uint64 generation per block and, per layer with own storage, K
-``[num_blocks, block_size, heads, k_dim]`` and V ``[num_blocks, block_size, heads, v_dim]``;
+``[num_blocks, block_size, heads, k_dim]`` and V ``[num_blocks, block_size, heads, v_dim]``, in
+int8 four more of each, which are the fp32 scale of what precedes them;
 every region starts on a page. A memfd has no name: the kernel frees it with its last user,
 even after ``kill -9``, and a reader's mapping outlives its owner.
 """
@@ -23,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from shared.errors import IncompatiblePeer, ResourceMissing, TransferFailed
-from shared.kv.layout import KvDtype, KvLayout
+from shared.kv.dtypes import TORCH_DTYPES
+from shared.kv.layout import KvLayout
 from shared.kv.memory import available_memory
 from shared.messages.prefill_decode import ArenaDescriptor
 
@@ -36,11 +38,6 @@ _PAGE = 4096
 HEADER_BYTES: Final = _PAGE
 """Before the generations (uint64, one per block) lies the header, which ``check_header`` reads."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_TORCH: dict[KvDtype, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 Bytes2d = NDArray[np.uint8]
 
@@ -86,8 +83,8 @@ class KvArena:
                 k = self._bytes(memory, regions.k[owner], layout.k_block_bytes(index))
                 v = self._bytes(memory, regions.v[owner], layout.v_block_bytes(index))
                 self._raw.append((k, v))
-                self._k.append(self._tensor(k, kv.heads, kv.k_dim))
-                self._v.append(self._tensor(v, kv.heads, kv.v_dim))
+                self._k.append(self._tensor(k, kv.heads, layout.width(kv.k_dim)))
+                self._v.append(self._tensor(v, kv.heads, layout.width(kv.v_dim)))
 
     @classmethod
     def create(cls, layout: KvLayout, num_blocks: int) -> "KvArena":
@@ -122,7 +119,12 @@ class KvArena:
             memory, 0, _MAGIC, ARENA_VERSION, _PAGE, arena_id, size, num_blocks, fingerprint
         )
         descriptor = ArenaDescriptor(
-            pid=os.getpid(), fd=fd, size=size, num_blocks=num_blocks, arena_id=arena_id
+            pid=os.getpid(),
+            fd=fd,
+            size=size,
+            num_blocks=num_blocks,
+            arena_id=arena_id,
+            dtype=layout.dtype,
         )
         return cls(layout, memory, descriptor, fd)
 
@@ -154,11 +156,11 @@ class KvArena:
         return cls(layout, memory, descriptor, None)
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return K ``[num_blocks, block_size, heads, k_dim]`` of ``layer``, no copy."""
+        """Return K ``[num_blocks, block_size, heads, width of k_dim]``, no copy."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return V ``[num_blocks, block_size, heads, v_dim]`` of ``layer``, no copy."""
+        """Return V ``[num_blocks, block_size, heads, width of v_dim]``, no copy."""
         return self._v[layer]
 
     def raw(self, layer: int) -> tuple[Bytes2d, Bytes2d]:
@@ -198,7 +200,7 @@ class KvArena:
 
     def _tensor(self, raw: Bytes2d, heads: int, dim: int) -> torch.Tensor:
         # Through numpy, which pins the mapping: torch alone lets it be unmapped under a tensor.
-        flat = torch.frombuffer(raw, dtype=_TORCH[self.layout.dtype])
+        flat = torch.frombuffer(raw, dtype=TORCH_DTYPES[self.layout.dtype])
         return flat.view(self.num_blocks, self.layout.block_size, heads, dim)
 
 

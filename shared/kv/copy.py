@@ -2,8 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from shared.errors import IncompatiblePeer, TransferFailed
+from shared.kernels.ops import kv_convert
 from shared.kv.arena import KvArena
+from shared.kv.dtypes import TORCH_DTYPES
+from shared.kv.layout import KvLayout
 
 
 def copy_blocks(
@@ -13,16 +20,17 @@ def copy_blocks(
     source_blocks: Sequence[int],
     target_blocks: Sequence[int],
 ) -> int:
-    """Copy whole blocks, ``source_blocks[i]`` to ``target_blocks[i]``, and return the bytes.
+    """Copy whole blocks, ``source_blocks[i]`` to ``target_blocks[i]``; return the bytes read.
 
     K and V of every layer in ``layers`` with own storage are copied, neighbouring blocks in
-    one go. What arrives is unverified: call ``verify_generations`` before it is used.
+    one go, or converted where the arenas differ in dtype. What arrives is unverified: call
+    ``verify_generations`` before it is used.
 
     Raises:
-        IncompatiblePeer: the arenas differ in layout.
+        IncompatiblePeer: the arenas differ in more than dtype.
         TransferFailed: a layer or block does not exist, or the lists differ in length.
     """
-    if source.layout != target.layout:
+    if source.layout.with_dtype(target.layout.dtype) != target.layout:
         raise IncompatiblePeer("the two KV arenas differ in layout")
     if not 0 <= layers.start <= layers.stop <= len(source.layout.layers) or layers.step != 1:
         raise TransferFailed(f"{layers} is not a range of {len(source.layout.layers)} layers")
@@ -32,16 +40,42 @@ def copy_blocks(
         )
     _require_blocks(source, source_blocks)
     _require_blocks(target, target_blocks)
+    owners = [layer for layer in layers if source.layout.owner(layer) == layer]
+    if source.layout.dtype != target.layout.dtype:
+        lists = [torch.tensor(b, dtype=torch.int64) for b in (source_blocks, target_blocks)]
+        for layer in owners:
+            kv_convert(source.k(layer), target.k(layer), *lists)
+            kv_convert(source.v(layer), target.v(layer), *lists)
+        return len(source_blocks) * sum(map(source.layout.layer_block_bytes, owners))
     runs = list(merge_runs(source_blocks, target_blocks))
     copied = 0
-    for layer in layers:
-        if source.layout.layers[layer].shares is not None:
-            continue
+    for layer in owners:
         for theirs, ours in zip(source.raw(layer), target.raw(layer), strict=True):
             for start, to, count in runs:
                 ours[to : to + count] = theirs[start : start + count]
                 copied += count * ours.shape[1]
     return copied
+
+
+def land_blocks(
+    data: NDArray[np.uint8],
+    layout: KvLayout,
+    target: KvArena,
+    place: tuple[int, int],
+    blocks: Sequence[int],
+) -> None:
+    """Convert whole blocks that came as bytes of ``layout`` into ``blocks`` of the target.
+
+    ``data`` is one piece of ``len(blocks)`` blocks, writable; ``place`` is the layer, and 0 for
+    its K or 1 for its V. ``layout`` differs from the target's in dtype only.
+    """
+    layer, part = place
+    pool = (target.k, target.v)[part](layer)
+    kv = layout.layers[layer]
+    width = layout.width((kv.k_dim, kv.v_dim)[part])
+    elements = torch.from_numpy(data.reshape(-1)).view(TORCH_DTYPES[layout.dtype])
+    source = elements.view(len(blocks), layout.block_size, kv.heads, width)
+    kv_convert(source, pool, torch.arange(len(blocks)), torch.tensor(blocks, dtype=torch.int64))
 
 
 def verify_generations(

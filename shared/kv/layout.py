@@ -8,11 +8,15 @@ from msgspec import Struct
 
 from shared.errors import UnsupportedModel
 
-KvDtype = Literal["fp32", "bf16", "fp16"]
+KvDtype = Literal["fp32", "bf16", "fp16", "int8"]
 
-DTYPE_BYTES: Final[dict[KvDtype, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES: Final[dict[KvDtype, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+SCALE_BYTES: Final = 4
+"""Behind the integers of one token's K or V of one head: their fp32 scale."""
 
 _ARRANGEMENT = "block,token,head,dim/1"
+_MAX_INTEGER_DIM: Final = 2048
+"""More of an int8 key would overflow the 32 bits in which its products are added."""
 
 
 class LayerKv(Struct, frozen=True):
@@ -46,6 +50,11 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         for index, layer in enumerate(self.layers):
             if min(layer.heads, layer.k_dim, layer.v_dim) < 1:
                 raise UnsupportedModel(f"layer {index}: heads, k_dim and v_dim must be >= 1")
+            if self.dtype == "int8" and layer.k_dim > _MAX_INTEGER_DIM:
+                raise UnsupportedModel(
+                    f"layer {index}: `kv_dtype: int8` takes keys of up to {_MAX_INTEGER_DIM} "
+                    f"elements, and these have {layer.k_dim}; use bf16 or fp16"
+                )
             if layer.window is not None and layer.window < 1:
                 raise UnsupportedModel(f"layer {index}: window must be >= 1 or absent")
             if layer.shares is not None:
@@ -66,20 +75,32 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         content = _ARRANGEMENT.encode() + msgspec.json.encode(self)
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
+    def shape_fingerprint(self) -> str:
+        """Return 32 hex digits, equal exactly where layouts differ in dtype at most."""
+        return self.with_dtype("fp32").fingerprint()
+
+    def with_dtype(self, dtype: KvDtype | None) -> "KvLayout":
+        """Return the layout of the same KV in another dtype; None: in this one."""
+        return self if dtype is None else msgspec.structs.replace(self, dtype=dtype)
+
     def owner(self, layer: int) -> int:
         """Return the layer that stores the KV of ``layer``: itself unless it shares."""
         shares = self.layers[layer].shares
         return layer if shares is None else shares
 
+    def width(self, dim: int) -> int:
+        """Return how many elements a pool has for ``dim`` of a head: int8's scale takes four."""
+        return dim + SCALE_BYTES if self.dtype == "int8" else dim
+
     def k_block_bytes(self, layer: int) -> int:
         """Return the bytes of one block's K in the storage ``layer`` reads from."""
         kv = self.layers[layer]
-        return self.block_size * kv.heads * kv.k_dim * DTYPE_BYTES[self.dtype]
+        return self.block_size * kv.heads * self.width(kv.k_dim) * DTYPE_BYTES[self.dtype]
 
     def v_block_bytes(self, layer: int) -> int:
         """Return the bytes of one block's V in the storage ``layer`` reads from."""
         kv = self.layers[layer]
-        return self.block_size * kv.heads * kv.v_dim * DTYPE_BYTES[self.dtype]
+        return self.block_size * kv.heads * self.width(kv.v_dim) * DTYPE_BYTES[self.dtype]
 
     def layer_block_bytes(self, layer: int) -> int:
         """Return the bytes ``layer`` itself stores per block, K and V; 0 where it shares."""

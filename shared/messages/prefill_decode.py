@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ErrorPayload
 from shared.ids import HostId, Incarnation, TransferId, WorkerId
+from shared.kv.layout import KvDtype
 from shared.messages.fleet import CodecReason, PathRule
 from shared.messages.hello import Compatibility
 from shared.messages.request import TokenLogprob
@@ -77,7 +78,8 @@ class CudaDescriptor(Struct, frozen=True, kw_only=True):
 class ArenaDescriptor(Struct, frozen=True, kw_only=True):
     """How a peer on the same host maps this worker's pool: ``/proc/<pid>/fd/<fd>``.
 
-    With ``cuda`` the KV is in a GPU's memory, and that file holds its id and generations only.
+    ``dtype`` is that of the KV, None the reader's own. With ``cuda`` the KV is in a GPU's memory,
+    and that file holds its id and generations only.
     """
 
     pid: int
@@ -85,6 +87,7 @@ class ArenaDescriptor(Struct, frozen=True, kw_only=True):
     size: int
     num_blocks: int
     arena_id: int
+    dtype: KvDtype | None = None
     cuda: CudaDescriptor | None = None
 
 

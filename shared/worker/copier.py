@@ -63,7 +63,8 @@ class Copier:
 
     def _map(self, source: SourceKey, descriptor: ArenaDescriptor) -> None:
         try:
-            self._arenas[source] = KvArena.open(descriptor, self._target.layout)
+            layout = self._target.layout.with_dtype(descriptor.dtype)
+            self._arenas[source] = KvArena.open(descriptor, layout)
             if self._on_mapped is not None:
                 self._loop.call_soon_threadsafe(self._on_mapped, source)
         except DiptychError as error:

@@ -12,7 +12,7 @@ from shared.config import SecuritySection
 from shared.device.cuda_pool import CudaPool
 from shared.device.cuda_stage import CudaLand
 from shared.device.device import SharedKv
-from shared.errors import DiptychError, ErrorPayload, TransferFailed
+from shared.errors import DiptychError, ErrorPayload, IncompatiblePeer, TransferFailed
 from shared.ids import HostId
 from shared.messages.fleet import KvPath, PathReason
 from shared.transport.bulk.faults import FaultyCopies
@@ -83,6 +83,7 @@ class Movers:
         self._routes: dict[SourceKey, _Route] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cuda = target.descriptor().cuda
+        self._layout = target.layout
         self._copier: Copier | DeviceCopier
         stage: InStage | None = None
         if isinstance(target, CudaPool):
@@ -125,6 +126,11 @@ class Movers:
 
     def open(self, effect: MapArena) -> None:
         """Find the path to a source; answered by ``PathChosen`` or ``SourceLost``."""
+        theirs, ours = effect.arena.dtype, self._layout.dtype
+        if self._cuda is not None and theirs not in (None, ours):
+            text = f"kv_dtype: {ours} here, {theirs} there, and on a GPU nothing converts KV"
+            self._lost(effect.source, IncompatiblePeer(text).payload())
+            return
         both = self._nixl is not None and effect.nixl is not None
         choice = choose(
             effect.path,
@@ -209,6 +215,7 @@ class Movers:
             identity=self._identity,
             security=security,
             codec=self._terms(route).codec,
+            layout=self._layout.with_dtype(route.effect.arena.dtype),
         )
         self._reader.open(source, peer)
 

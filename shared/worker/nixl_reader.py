@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from shared.errors import DiptychError, ErrorPayload, TransferFailed
 from shared.kv.arena import HEADER_BYTES, KvArena, check_header, region_offsets
-from shared.kv.copy import merge_runs
+from shared.kv.copy import land_blocks, merge_runs
+from shared.kv.layout import KvLayout
 from shared.messages.prefill_decode import ArenaDescriptor, NixlDescriptor
 from shared.transport.bulk.nixl import Piece
 from shared.worker.effects import Copy
@@ -38,6 +39,7 @@ class Reads(Protocol):
 class _Peer(Struct, frozen=True):
     nixl: NixlDescriptor
     arena: ArenaDescriptor
+    layout: KvLayout
     regions: list[tuple[int, int]]
 
 
@@ -99,13 +101,14 @@ class NixlReader:
         self._loop.call_soon_threadsafe(self._post, event)
 
     def _meet(self, source: SourceKey, arena: ArenaDescriptor, nixl: NixlDescriptor) -> None:
-        layout = self._target.layout
+        layout = self._target.layout.with_dtype(arena.dtype)
         try:
             self._end.meet(nixl)
             self._end.read(nixl, [Piece(nixl.address, 0, HEADER_BYTES)], self._seconds)
             header = self._end.staging[:HEADER_BYTES].tobytes()
             check_header(header, arena, layout, f"read from {source.worker}")
-            self._peers[source] = _Peer(nixl, arena, region_offsets(layout, arena.num_blocks))
+            regions = region_offsets(layout, arena.num_blocks)
+            self._peers[source] = _Peer(nixl, arena, layout, regions)
             self._loop.call_soon_threadsafe(self._met, source)
         except DiptychError as error:
             self._tell(SourceLost(source, error.payload()))
@@ -150,7 +153,7 @@ class NixlReader:
 
     def _landings(self, peer: _Peer, job: Copy) -> Iterator[_Landing]:
         """Yield runs of neighbouring blocks, none larger than the staging buffer."""
-        layout, room = self._target.layout, self._room(peer)
+        layout, room = peer.layout, self._room(peer)
         runs = list(merge_runs(job.source_blocks, job.target_blocks))
         for layer in range(job.first_layer, job.end_layer):
             if layout.owner(layer) != layer:
@@ -175,11 +178,17 @@ class NixlReader:
         staging = self._end.staging
         for landing in batch:
             bytes_ = staging[landing.piece.at : landing.piece.at + landing.piece.size]
-            target = self._target.raw(landing.layer)[landing.part]
-            target[landing.block : landing.block + landing.count] = bytes_.reshape(
-                landing.count, -1
-            )
+            self._land(peer, landing, bytes_)
         return 0
+
+    def _land(self, peer: _Peer, landing: _Landing, bytes_: NDArray[np.uint8]) -> None:
+        blocks = range(landing.block, landing.block + landing.count)
+        if peer.layout == self._target.layout:
+            target = self._target.raw(landing.layer)[landing.part]
+            target[blocks.start : blocks.stop] = bytes_.reshape(landing.count, -1)
+        else:
+            place = (landing.layer, landing.part)
+            land_blocks(bytes_, peer.layout, self._target, place, blocks)
 
     def _generations(self, peer: _Peer, blocks: Sequence[int]) -> NDArray[np.uint64]:
         first, last = min(blocks), max(blocks)

@@ -314,7 +314,7 @@ class WorkerService:
                 model=engine.model_id,
                 kv_dtype=engine.layout.dtype,
                 block_size=engine.layout.block_size,
-                layout=engine.layout.fingerprint(),
+                layout=engine.layout.shape_fingerprint(),
             ),
             arena=arena.descriptor(),
             path=settings.transfer.path,

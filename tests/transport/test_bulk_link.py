@@ -19,7 +19,7 @@ from shared.errors import ResourceMissing
 from shared.fault_rules import ChunkFault, FaultsSection
 from shared.ids import Incarnation, WorkerId
 from shared.kv.arena import KvArena
-from shared.kv.layout import KvLayout, LayerKv
+from shared.kv.layout import KvDtype, KvLayout, LayerKv
 from shared.messages.fleet import CodecRule
 from shared.messages.prefill_decode import ArenaDescriptor
 from shared.transport.bulk.fetches import Failed, FetchLimits
@@ -55,12 +55,17 @@ def fill(arena: KvArena, seed: int) -> None:
 
 
 class Ends:
-    """A pool that is served and one that reads from it."""
+    """A pool that is served and one that reads from it, each of ``dtypes``."""
 
-    def __init__(self, context: Context, limits: FetchLimits = FAST) -> None:
+    def __init__(
+        self,
+        context: Context,
+        limits: FetchLimits = FAST,
+        dtypes: tuple[KvDtype, KvDtype] = ("bf16", "bf16"),
+    ) -> None:
         self.context = context
-        self.source = KvArena.create(LAYOUT, BLOCKS)
-        self.target = KvArena.create(LAYOUT, BLOCKS)
+        layouts = [LAYOUT.with_dtype(dtype) for dtype in dtypes]
+        self.source, self.target = (KvArena.create(layout, BLOCKS) for layout in layouts)
         fill(self.source, 1)
         fill(self.target, 2)
         self.server: HostServer | None = None
@@ -107,7 +112,13 @@ class Ends:
 
     def open(self, endpoint: str, arena: ArenaDescriptor | None = None) -> Opened[SourceKey]:
         arena_id = (arena or self.source.descriptor()).arena_id
-        peer = Peer(endpoint=endpoint, arena=arena_id, identity=b"decode-0#5", codec=self.codec)
+        peer = Peer(
+            endpoint=endpoint,
+            arena=arena_id,
+            identity=b"decode-0#5",
+            codec=self.codec,
+            layout=self.source.layout,
+        )
         self.reader.open(SOURCE, peer)
         outcome = self.outcomes.get(timeout=DEADLINE)
         assert isinstance(outcome, Opened)

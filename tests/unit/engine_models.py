@@ -150,8 +150,8 @@ class Driver:
         engine.attach(self.arena)
         for layer in range(len(engine.layout.layers)):
             # What was never written must not matter, whatever it is.
-            self.arena.k(layer).fill_(float("nan"))
-            self.arena.v(layer).fill_(float("nan"))
+            for part in self.arena.raw(layer):
+                part.fill(0xFF)  # NaN in every dtype, and as the scale of an int8 row
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._tables: dict[int, list[int]] = {}

@@ -5,6 +5,7 @@ import math
 import torch
 from msgspec import Struct
 
+from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kernels.types import AttentionBatch
 
 
@@ -35,16 +36,18 @@ def make_case(
     total = sum(counts) + 2
     order = torch.randperm(total, generator=generator).int()
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    k_pool = torch.full((total, block_size, kv_heads, k_dim), math.nan, dtype=pool_dtype)
-    v_pool = torch.full((total, block_size, kv_heads, v_dim), math.nan, dtype=pool_dtype)
+    k_pool, v_pool = (
+        to_rows(torch.full((total, block_size, kv_heads, dim), math.nan), pool_dtype)
+        for dim in dims
+    )
     first = 0
     for i, (count, (_, context)) in enumerate(zip(counts, lengths, strict=True)):
         tables[i, :count] = order[first : first + count]
         first += count
         used = slots_of(tables[i], context, block_size)
-        for pool in (k_pool, v_pool):
-            fresh = torch.randn(context, *pool.shape[2:], generator=generator)
-            pool.flatten(0, 1)[used] = fresh.to(pool_dtype)
+        for pool, dim in ((k_pool, k_dim), (v_pool, v_dim)):
+            fresh = torch.randn(context, kv_heads, dim, generator=generator)
+            pool.flatten(0, 1)[used] = to_rows(fresh, pool_dtype)
     queries = torch.tensor([0] + [n for n, _ in lengths]).cumsum(0).int()
     batch = AttentionBatch(tables, queries, torch.tensor([c for _, c in lengths]).int())
     rows = int(queries[-1])
@@ -72,8 +75,10 @@ def attention(
     for s, context in enumerate(case.batch.context.tolist()):
         first, last = case.batch.query_start[s : s + 2].tolist()
         slots = slots_of(case.batch.tables[s], context, block_size)
-        k = case.k_pool.flatten(0, 1)[slots].float().repeat_interleave(group, 1)
-        v = case.v_pool.flatten(0, 1)[slots].float().repeat_interleave(group, 1)
+        k, v = (
+            from_rows(pool.flatten(0, 1)[slots]).float().repeat_interleave(group, 1)
+            for pool in (case.k_pool, case.v_pool)
+        )
         for row in range(first, last):
             newest = context - last + row
             low = 0 if window is None else max(0, newest - window + 1)

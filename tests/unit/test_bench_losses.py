@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import pytest
 import typer
@@ -75,6 +76,17 @@ def test_breaches_name_precision_phase_and_bound() -> None:
     assert len(found) == 6
     assert found[0].startswith("bf16, prefill: top-1 agreement 50.00%")
     assert len(quality_rows([row(good)])) == 3
+
+
+def test_kv_in_int8_has_bounds_of_its_own() -> None:
+    """Guards a loss of KV that passes for one of weights, or fails by their bounds."""
+    some = Loss(positions=9, perplexity=9.0, perplexity_change=0.001, top1=0.98, kl=0.0008)
+    assert breaches(row(some)) != []
+    kept = msgspec.structs.replace(row(some), kv_dtype="int8")
+    assert breaches(kept) == []
+    worse = msgspec.structs.replace(some, kl=0.1)
+    (found,) = breaches(msgspec.structs.replace(kept, decode=worse))
+    assert found.startswith("bf16, KV int8, decode: KL")
 
 
 def test_the_reference_has_the_tightest_bounds() -> None:

@@ -144,8 +144,9 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             ["`$.workers.mixed.precision`", "bf16, fp16, fp32, int4, int8"],
         ),
         (
-            "name: a\ndeployment_type: split\nworkers: {prefill: {precision: fp32}, decode: {}}\n",
-            ["fp32 in `workers.prefill`", "bf16 in `workers.decode`", "`kv_dtype`"],
+            "name: a\ndeployment_type: split\n"
+            "workers: {prefill: {precision: fp32}, decode: {device: cuda}}\n",
+            ["fp32 in `workers.prefill`", "bf16 in `workers.decode`", "GPU", "same `kv_dtype`"],
         ),
         (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {count: 2, cores: [[0]]}}\n",
@@ -179,6 +180,11 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             "name: a\ndeployment_type: colocated\n"
             "workers: {mixed: {device: cuda, precision: int4}}\n",
             ["`precision: int4` is for CPUs", "`$.workers.mixed.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\n"
+            "workers: {mixed: {device: cuda, kv_dtype: int8}}\n",
+            ["`kv_dtype: int8` is for CPUs", "bf16, fp16 or fp32", "`$.workers.mixed.device`"],
         ),
         (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {cores: [[-1]]}}\n",

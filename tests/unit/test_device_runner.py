@@ -13,7 +13,7 @@ from shared.engine.batch import OpenSequence, SequenceInput, StepInput
 from shared.engine.device.load import DeviceRequest, prepare_on, start
 from shared.engine.prepared import LoadRequest
 from shared.errors import BadConfig, ResourceMissing
-from shared.kv.layout import KvLayout
+from shared.kv.layout import KvDtype, KvLayout
 from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
 from tests.unit.fake_cupy import FakeCupy, FakeRuntime, view
@@ -99,12 +99,21 @@ def test_layers_that_share_kv_share_a_copied_pool_as_well(tmp_path: Path) -> Non
     assert first.k is not second.k
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_integer_weights_are_refused(tmp_path: Path, precision: Precision) -> None:
-    """Their layers are the CPU's: on a device they would run on the wrong side, slowly."""
+@pytest.mark.parametrize(
+    ("precision", "kv_dtype", "key"),
+    [
+        ("int8", "bf16", "precision"),
+        ("int4", "bf16", "precision"),
+        ("bf16", "int8", "kv_dtype"),
+    ],
+)
+def test_integers_are_refused(
+    tmp_path: Path, precision: Precision, kv_dtype: KvDtype, key: str
+) -> None:
+    """Their layers and attention are the CPU's: on a device there is nothing that runs them."""
     directory = save_model(tmp_path, CONFIGS["llama"]())
-    request = LoadRequest(directory, precision, "bf16", BLOCK, None)
-    with pytest.raises(BadConfig, match=precision):
+    request = LoadRequest(directory, precision, kv_dtype, BLOCK, None)
+    with pytest.raises(BadConfig, match=f"`{key}: int[48]`.*bf16, fp16 or fp32"):
         prepare_on(RecordingDevice(), request, PlainKernels(), "test kernels")
 
 

@@ -42,7 +42,14 @@ def test_every_family_is_served_with_integer_weights(
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     ("precision", "kv_dtype"),
-    [("fp32", "bf16"), ("bf16", "fp32"), ("int8", "fp16"), ("int4", "fp32")],
+    [
+        ("fp32", "bf16"),
+        ("bf16", "fp32"),
+        ("int8", "fp16"),
+        ("int4", "fp32"),
+        ("fp32", "int8"),
+        ("int8", "int8"),
+    ],
 )
 def test_kv_may_have_another_dtype_than_the_weights(
     tmp_path: Path, family: str, precision: Precision, kv_dtype: KvDtype
@@ -56,6 +63,7 @@ def test_kv_may_have_another_dtype_than_the_weights(
             "fp32": torch.float32,
             "bf16": torch.bfloat16,
             "fp16": torch.float16,
+            "int8": torch.int8,
         }[kv_dtype]
     )
     driver.open(0, prompt(5, 9), greedy())

@@ -8,22 +8,28 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.kernels.kv_rows import to_rows
 from shared.kernels.ops import kv_write, paged_attention
 from shared.kernels.types import AttentionBatch
 from tests.unit.kernel_reference import Case, attention, make_case
 from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
+from tests.unit.kv_rows_equal import same_rows
 
 __all__ = ["kernels"]
 
 pytestmark = pytest.mark.timeout(400)  # the first use compiles
 
-POOLS = (torch.float32, torch.bfloat16, torch.float16)
+POOLS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 MIXED = [(1, 1), (1, 300), (40, 40), (5, 129), (1, 1100), (17, 33), (200, 260)]
 
 
 def _tolerance(tier: str, pool: torch.dtype) -> float:
-    """Only the bf16 dot products round queries and weights to bf16."""
-    return 4e-2 if tier == "avx512bf16" and pool == torch.bfloat16 else 5e-5
+    """The bf16 dot products round queries and weights to bf16, and of int8 pools keys and values;
+    int8 keys meet queries of 16 bits elsewhere.
+    """
+    if tier == "avx512bf16" and pool in (torch.bfloat16, torch.int8):
+        return 4e-2
+    return 1e-4 if tier != "torch" and pool == torch.int8 else 5e-5
 
 
 def _check(tier: str, case: Case, **options: Any) -> None:
@@ -188,13 +194,13 @@ def test_kv_write_fills_its_slots_only(
 ) -> None:
     """Heads in the wrong order, a slot beside the right one, or rounding other than torch's."""
     k, v = torch.randn(3, 5, 20).to(source), torch.randn(3, 5, 9).to(source)
-    k_pool, v_pool = torch.zeros(4, 4, 3, 20, dtype=pool), torch.zeros(4, 4, 3, 9, dtype=pool)
+    k_pool, v_pool = (to_rows(torch.zeros(4, 4, 3, dim), pool) for dim in (20, 9))
     slots = torch.tensor([15, 0, 7, 8, 3])
     kv_write(k.transpose(0, 1), v.transpose(0, 1), k_pool, v_pool, slots)
     for stored, fresh in ((k_pool, k), (v_pool, v)):
         expected = torch.zeros_like(stored).flatten(0, 1)
-        expected[slots] = fresh.transpose(0, 1).to(pool)
-        assert torch.equal(stored.flatten(0, 1), expected)
+        expected[slots] = to_rows(fresh.transpose(0, 1), pool)
+        assert same_rows(stored.flatten(0, 1), expected)
 
 
 def test_shapes_are_known_without_running() -> None:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from shared.kernels.int4 import on_grid
+from shared.kernels.kv_rows import to_rows
 from shared.kernels.llama import LlamaStack
 from shared.kernels.types import AttentionBatch, LinearKind
 from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
@@ -69,8 +70,10 @@ class Runner:
         assert stack is not None
         self.model, self.stack = model, stack
         shape = (BLOCKS, BLOCK_SIZE, stack.shape.kv_heads, stack.shape.head_dim)
-        self.k = [torch.full(shape, math.nan, dtype=pool) for _ in range(stack.num_layers)]
-        self.v = [torch.full(shape, math.nan, dtype=pool) for _ in range(stack.num_layers)]
+        poison = torch.full(shape, math.nan)
+        self.k, self.v = (
+            [to_rows(poison, pool).clone() for _ in range(stack.num_layers)] for _ in "kv"
+        )
         stack.attach(self.k, self.v)
         self.tables = torch.randperm(BLOCKS).int().view(3, -1)
 
@@ -134,9 +137,22 @@ def test_int4_loses_nothing_of_weights_of_4_bits(kernels: str, family: str) -> N
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_logits_over_int8_kv_equal_the_model(kernels: str, family: str) -> None:
+    """A scale of another token or head, or one left out, where the layers write and read KV."""
+    model = family_model(family)
+    run = Runner(model, "fp32", torch.int8)
+    ids = torch.randint(0, 300, (33,))
+    ours = torch.cat((run([(0, 0, ids[:30])]), *(run([(0, i, ids[i : i + 1])]) for i in (30, 31))))
+    theirs = model(input_ids=ids[None, :32], use_cache=False).logits[0]
+    assert (ours - theirs).norm() / theirs.norm() < 0.05
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16, torch.int8])
 def test_logits_do_not_depend_on_the_batch(
     kernels: str, kind: LinearKind, pool: torch.dtype
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from shared.errors import DiptychError, IncompatiblePeer, ResourceMissing, TransferFailed
 from shared.kv import arena as arena_module
 from shared.kv.arena import KvArena, arena_size
+from shared.kv.dtypes import TORCH_DTYPES
 from shared.kv.layout import KvDtype, KvLayout, LayerKv
 from shared.messages.prefill_decode import ArenaDescriptor
 from tests.unit.kv_owner import LAYOUT, NUM_BLOCKS, open_of, owner_process, read_line
@@ -36,15 +37,16 @@ def arena() -> Iterator[KvArena]:
     arena.close()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8"])
 def test_shapes_dtypes_and_no_overlap(dtype: KvDtype) -> None:
     """Guards region arithmetic: no tensor may share bytes with another, except aliases."""
     layout = KvLayout(dtype=dtype, block_size=3, layers=LAYOUT.layers)
     arena = KvArena.create(layout, 5)
-    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    expected = TORCH_DTYPES[dtype]
+    scale = 4 if dtype == "int8" else 0
     for i, layer in enumerate(layout.layers):
-        assert arena.k(i).shape == (5, 3, layer.heads, layer.k_dim)
-        assert arena.v(i).shape == (5, 3, layer.heads, layer.v_dim)
+        assert arena.k(i).shape == (5, 3, layer.heads, layer.k_dim + scale)
+        assert arena.v(i).shape == (5, 3, layer.heads, layer.v_dim + scale)
         assert arena.k(i).dtype == arena.v(i).dtype == expected
         assert arena.k(i).is_contiguous() and arena.v(i).is_contiguous()
     assert arena.generations.tolist() == [0] * 5

@@ -89,7 +89,7 @@ def test_nonsense_from_the_wire_fails_the_transfer_only() -> None:
             verify_generations(source, blocks, generations)
     assert verify_generations(source, [], []) == []
     assert verify_generations(source, [0, 1, 2], [0, 2**64 + 5, -1]) == [1, 2]
-    other = KvArena.create(msgspec.structs.replace(LAYOUT, dtype="bf16"), 4)
+    other = KvArena.create(msgspec.structs.replace(LAYOUT, block_size=LAYOUT.block_size + 1), 4)
     with pytest.raises(IncompatiblePeer):
         copy_blocks(source, other, ALL, [0], [0])
     for arena in (source, target, other):

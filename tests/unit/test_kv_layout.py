@@ -20,6 +20,16 @@ def test_block_bytes_count_own_storage_only() -> None:
     assert [layout.owner(i) for i in range(3)] == [0, 0, 2]
 
 
+def test_scales_are_part_of_an_int8_block() -> None:
+    """Guards the memory budget and chunk plans: each token and head has an fp32 scale."""
+    layers = (PLAIN, LayerKv(1, 192, 128))
+    layout = KvLayout(dtype="int8", block_size=16, layers=layers)
+    assert layout.layer_block_bytes(0) == 16 * 3 * (64 + 4 + 64 + 4)
+    assert layout.layer_block_bytes(1) == 16 * (192 + 4 + 128 + 4)
+    with pytest.raises(UnsupportedModel, match=r"`kv_dtype: int8`.*2048.*bf16 or fp16"):
+        KvLayout(dtype="int8", block_size=16, layers=(LayerKv(1, 2049, 64),))
+
+
 def test_fingerprint_tells_every_difference() -> None:
     """Guards scenarios 39 and 44: peers whose blocks mean something else must not fit."""
     base = KvLayout(dtype="bf16", block_size=16, layers=(PLAIN, PLAIN))

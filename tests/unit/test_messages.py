@@ -158,7 +158,7 @@ def test_compatibility_names_every_difference() -> None:
     changes: dict[str, Any] = {
         "wire_version": 99,
         "model": "other",
-        "kv_dtype": "fp32",
+        "kv_dtype": "fp8",
         "block_size": 32,
         "layout": "x",
     }
@@ -168,4 +168,6 @@ def test_compatibility_names_every_difference() -> None:
         (sentence,) = base.differences(other)
         assert sentence.startswith(f"{field}: ") and repr(value) in sentence
         assert base.digest() != other.digest()
+    for dtype in ("fp32", "fp16", "int8"):  # converted by the reader
+        assert base.differences(msgspec.structs.replace(base, kv_dtype=dtype)) == []
     assert base.digest() == "14fc682dd068cdb024efe6c6ef79f8f3"

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from shared.errors import TransferFailed
 from shared.ids import Incarnation, WorkerId
+from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kv.arena import HEADER_BYTES, KvArena, region_offsets
-from shared.kv.layout import KvLayout, LayerKv
+from shared.kv.layout import KvDtype, KvLayout, LayerKv
 from shared.messages.prefill_decode import NixlDescriptor
 from shared.transport.bulk.nixl import Hung, Piece
 from shared.worker.effects import Copy
@@ -58,10 +60,10 @@ class FakeEnd:
 class Stage:
     """A pool that is read, one that is written, and what is said about it."""
 
-    def __init__(self, end: FakeEnd) -> None:
+    def __init__(self, end: FakeEnd, dtype: KvDtype = "bf16") -> None:
         self.end = end
         self.source = KvArena.create(LAYOUT, BLOCKS)
-        self.target = KvArena.create(LAYOUT, BLOCKS + 5)
+        self.target = KvArena.create(LAYOUT.with_dtype(dtype), BLOCKS + 5)
         dice = np.random.default_rng(1)
         for arena in (self.source, self.target):
             for layer in range(len(LAYOUT.layers)):
@@ -131,6 +133,30 @@ def test_blocks_arrive_and_nothing_else_is_touched(run_async: RunAsync, staging:
             assert np.array_equal(now[rest], was[rest])
         stage.close()
         assert not stage.end.known
+
+    run_async(check())
+
+
+@pytest.mark.parametrize("staging", [HEADER_BYTES, 1 << 20])
+def test_blocks_of_another_dtype_are_converted(run_async: RunAsync, staging: int) -> None:
+    """Guards bytes of bf16 taken for int8, where they come from the staging buffer."""
+
+    async def check() -> None:
+        stage = Stage(FakeEnd(staging), "int8")
+        for layer in range(4):
+            for pool in (stage.source.k(layer), stage.source.v(layer)):
+                pool.copy_(torch.randn(pool.shape))
+        assert await stage.meet() == SOURCE
+        source, target = [3, 4, 5, 9, 1, 11], [7, 8, 2, 3, 16, 15]
+        copied = await stage.copy(tuple(source), tuple(target))
+        assert isinstance(copied, Copied) and copied.bytes == 6 * LAYOUT.block_bytes
+        for layer in range(4):
+            for name in ("k", "v"):
+                theirs = getattr(stage.source, name)(layer)[source]
+                ours = getattr(stage.target, name)(layer)[target]
+                apart = from_rows(ours) - from_rows(to_rows(theirs, torch.int8))
+                assert apart.abs().max() < 0.04  # one step: a fused product rounds ties otherwise
+        stage.close()
 
     run_async(check())
 

@@ -34,7 +34,7 @@ from tests.unit.router_world import COMPATIBILITY, ROUTER, SplitWorld, World
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model", "other"), ("block_size", 32), ("kv_dtype", "bf16"), ("layout", "x")],
+    [("model", "other"), ("block_size", 32), ("kv_dtype", "fp8"), ("layout", "x")],
 )
 def test_17_45_a_worker_that_does_not_fit_is_refused_by_name_of_the_field(
     field: str, value: object
@@ -48,6 +48,17 @@ def test_17_45_a_worker_that_does_not_fit_is_refused_by_name_of_the_field(
     assert refusal.error.code == "incompatible_peer"
     assert field in refusal.error.message and repr(value) in refusal.error.message
     assert decode not in world.state.fleet.by_peer
+
+
+@pytest.mark.parametrize("first", ["fp32", "int8"])
+def test_17_workers_whose_kv_is_converted_fit_one_another(first: str) -> None:
+    """A decode worker that keeps int8 beside a prefill worker of bf16, whichever comes first."""
+    world = World()
+    for name, dtype in (("prefill-0", first), ("decode-0", "bf16"), ("decode-1", "int8")):
+        other = msgspec.structs.replace(COMPATIBILITY, kv_dtype=dtype)
+        peer = world.worker(name, compatibility=other)
+        assert peer in world.state.fleet.by_peer
+    world.state.fleet.check()
 
 
 def test_45_another_wire_version_is_refused_even_from_the_first_worker() -> None:

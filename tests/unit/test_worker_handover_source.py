@@ -306,7 +306,7 @@ def test_a_fitting_reader_is_told_where_the_arena_is() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"kv_dtype": "fp32"}, "kv_dtype: 'bf16' here, 'fp32' there"),
+        ({"kv_dtype": "fp8"}, "kv_dtype: 'bf16' here, 'fp8' there"),
         ({"layout": "x", "block_size": 8}, "block_size: 4 here, 8 there; layout: 'l' here"),
         ({"wire_version": 2}, "wire_version: 1 here, 2 there"),
     ],

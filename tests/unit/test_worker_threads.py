@@ -10,8 +10,9 @@ from shared.engine.batch import StepInput, StepResult
 from shared.errors import NumericalError
 from shared.fault_rules import CopyFault, FaultsSection
 from shared.ids import Incarnation, WorkerId
+from shared.kernels.kv_rows import from_rows
 from shared.kv.arena import KvArena
-from shared.kv.layout import KvLayout, LayerKv
+from shared.kv.layout import KvDtype, KvLayout, LayerKv
 from shared.transport.bulk.faults import FaultyCopies
 from shared.worker.copier import Copier
 from shared.worker.effects import Copy, RunStep
@@ -134,6 +135,33 @@ def test_copies_are_verified_and_every_job_is_answered(run_async: RunAsync) -> N
         failures = [unmapped, reused, missing, again]
         assert [f.job for f in failures if isinstance(f, CopyFailed)] == [1, 3, 4, 5]
         assert [f.reused for f in failures if isinstance(f, CopyFailed)] == [0, 1, 0, 0]
+
+    run_async(check())
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_copies_of_another_dtype_are_converted_and_verified(
+    run_async: RunAsync, dtype: KvDtype
+) -> None:
+    """Guards fp32 bytes taken for others, and reused blocks once more where copies convert (32)."""
+    theirs, ours = KvArena.create(LAYOUT, 3), KvArena.create(LAYOUT.with_dtype(dtype), 3)
+
+    async def check() -> None:
+        inbox = Inbox()
+        copier = Copier(ours, inbox.post)
+        copier.map_arena(SOURCE, theirs.descriptor())
+        theirs.generations[2] = 7
+        theirs.k(0)[2], theirs.v(1)[2] = 5.0, -0.5
+        copier.copy(job(1, 2, 7))
+        copier.copy(job(2, 2, 6))
+        copied, reused = await inbox.until(2)
+        copier.close()
+        assert isinstance(copied, Copied) and copied.bytes == LAYOUT.block_bytes
+        assert isinstance(reused, CopyFailed) and reused.reused == 1
+        assert from_rows(ours.k(0)[1]).eq(5.0).all() and from_rows(ours.v(1)[1]).eq(-0.5).all()
+        assert not ours.k(0)[2].any() and not from_rows(ours.k(1)[1]).any()
 
     run_async(check())
     theirs.close()

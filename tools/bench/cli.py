@@ -201,6 +201,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 class OwnOptions(EngineOptions, frozen=True, kw_only=True):
     """Of ``bench engine``."""
 
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of KV, with commas between; else each precision's own.")
+    ] = None
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
 
 
@@ -214,6 +217,8 @@ def bench_engine(options: OwnOptions) -> int:
     Examples:
 
     `diptych bench engine --precision bf16,fp32 --batch 1,16 --context 200`
+
+    `diptych bench engine --precision int8 --kv-dtype bf16,int8 --context 200,8000`
 
     `diptych bench engine --device cuda --model random-8b --batch 1,32 --prefill 2048`
     """
@@ -234,7 +239,10 @@ def bench_engine(options: OwnOptions) -> int:
         )
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
     chosen = command.precisions(options.precision or command.all_but_fp32())
-    return command.bench_engine(_engine_plan(options), chosen, out, options.as_json, console)
+    plan = _engine_plan(options)
+    kv = command.kv_dtypes(options.kv_dtype) if options.kv_dtype else (None,)
+    entries = command.own_entries(plan, chosen, kv)
+    return command.bench_engine(plan, entries, out, options.as_json, console)
 
 
 class CompareOptions(EngineOptions, frozen=True, kw_only=True):
@@ -298,6 +306,9 @@ class QualityOptions(Struct, frozen=True, kw_only=True):
 
     model: ModelOption = DEFAULT_MODEL
     precision: Annotated[str | None, typer.Option(help="With commas between; else all.")] = None
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="With commas between; else each precision's own, and int8.")
+    ] = None
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 file; else the prose that comes with Diptych.")
     ] = None
@@ -311,11 +322,11 @@ class QualityOptions(Struct, frozen=True, kw_only=True):
 @bench_app.command("quality")
 @with_options(QualityOptions)
 def bench_quality(options: QualityOptions) -> int:
-    """Measure what each precision costs: perplexity, top-1 agreement and KL against fp32.
+    """Measure what each precision and KV dtype costs: perplexity, top-1 agreement, KL to fp32.
 
     Exit code 1 if one is outside its bounds.
 
-    Example: `diptych bench quality --precision bf16`
+    Example: `diptych bench quality --precision bf16 --kv-dtype bf16,int8`
     """
     from tools.bench.engine.command import default_output, pick_cores
     from tools.bench.quality import command
@@ -329,7 +340,8 @@ def bench_quality(options: QualityOptions) -> int:
         text=options.text,
     )
     out, console = options.out or default_output("quality"), Console(stderr=options.as_json)
-    return command.bench_quality(plan, options.precision, out, options.as_json, console)
+    chosen = command.variants(options.precision, options.kv_dtype)
+    return command.bench_quality(plan, chosen, out, options.as_json, console)
 
 
 def _engine_plan(options: EngineOptions) -> "EnginePlan":

@@ -110,12 +110,15 @@ def prepare_on(
     Raises:
         ResourceMissing: files are missing or truncated, or memory is too small.
         UnsupportedModel: a check failed; the sentence says which.
-        BadConfig: ``max_model_len`` is more than the model has positions, or int8 or int4 weights.
+        BadConfig: ``max_model_len`` is more than the model has positions, or int8 or int4 is asked
+            for.
     """
     if request.precision in QUANTISED:
         raise BadConfig(
             f"`precision: {request.precision}` is for CPUs; on a GPU use bf16, fp16 or fp32"
         )
+    if request.kv_dtype == "int8":
+        raise BadConfig("`kv_dtype: int8` is for CPUs; on a GPU use bf16, fp16 or fp32")
     _require_memory(device, request)
     with torch.device(device.place):
         model = load_model(request.model_dir, request.precision)

@@ -14,16 +14,12 @@ import xxhash
 from msgspec import Meta, Struct
 
 from shared.errors import TransferFailed
+from shared.kv.dtypes import TORCH_DTYPES
 from shared.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 
 CodecName = Literal["none", "int8", "k8v4", "k4v4", "cachegen", "sparse"]
 FRAME_VERSION: Final = 1
 
-TORCH_DTYPES: Final[dict[KvDtype, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 _DTYPE_NAMES: Final[dict[torch.dtype, KvDtype]] = {t: name for name, t in TORCH_DTYPES.items()}
 
 _MAGIC: Final = b"DKVC"
@@ -40,7 +36,8 @@ Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 class KvShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which KV: ``tokens`` consecutive tokens of layer ``layer``.
 
-    K is [tokens, heads, k_dim], V is [tokens, heads, v_dim], both of ``dtype``.
+    K is [tokens, heads, k_dim], V is [tokens, heads, v_dim], both of ``dtype``. The dims of int8
+    are the pool's: its scales are counted in.
     """
 
     layer: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -59,9 +56,15 @@ class KvShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             dtype=layout.dtype,
             tokens=tokens,
             heads=kv.heads,
-            k_dim=kv.k_dim,
-            v_dim=kv.v_dim,
+            k_dim=layout.width(kv.k_dim),
+            v_dim=layout.width(kv.v_dim),
         )
+
+    @classmethod
+    def of_floats(cls, layout: KvLayout, layer: int, tokens: int) -> "KvShape":
+        """Return the shape in which a lossy codec takes and gives them: int8 as bf16."""
+        floats = layout.with_dtype("bf16") if layout.dtype == "int8" else layout
+        return cls.of(floats, layer, tokens)
 
     @classmethod
     def of_tensors(cls, k: torch.Tensor, v: torch.Tensor, layer: int) -> "KvShape":

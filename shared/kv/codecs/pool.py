@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
+from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kv.arena import KvArena
 
 
 def gather_tokens(
     arena: KvArena, layer: int, blocks: Sequence[int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of K and V [tokens, heads, dim] of the first ``tokens`` in ``blocks``.
+    """Return copies of K and V [tokens, heads, width] of the first ``tokens`` in ``blocks``.
 
     Raises:
         ValueError: the blocks do not cover the tokens.
@@ -23,7 +24,9 @@ def gather_tokens(
 def scatter_tokens(
     arena: KvArena, layer: int, blocks: Sequence[int], k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Write K and V [tokens, heads, dim] into ``blocks``; what follows in the last one stays.
+    """Write K and V [tokens, heads, width] into ``blocks``; what follows in the last one stays.
+
+    They are converted where the pool is of another dtype.
 
     Raises:
         ValueError: the blocks do not cover the tokens, or the arena is read-only.
@@ -33,7 +36,10 @@ def scatter_tokens(
     tokens, size = k.shape[0], arena.layout.block_size
     index = _index(arena, blocks, tokens)
     whole = tokens // size
-    for pool, values in ((arena.k(layer), k), (arena.v(layer), v)):
+    for pool, given in ((arena.k(layer), k), (arena.v(layer), v)):
+        values = given
+        if given.dtype != pool.dtype:
+            values = to_rows(from_rows(given), pool.dtype)
         pool[index[:whole]] = values[: whole * size].reshape(whole, size, *values.shape[1:])
         if tokens > whole * size:
             pool[index[whole], : tokens - whole * size] = values[whole * size :]

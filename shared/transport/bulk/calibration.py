@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from shared.kv.codecs.frame import TORCH_DTYPES, KvShape
+from shared.kv.codecs.frame import KvShape
 from shared.kv.codecs.planner import CodecFigures
 from shared.kv.codecs.registry import make_codec
 from shared.kv.layout import KvLayout
@@ -22,11 +22,11 @@ def measure_figures(layout: KvLayout) -> tuple[CodecFigures, ...]:
     what encoding took there.
     """
     layer = max(range(len(layout.layers)), key=layout.layer_block_bytes)
-    shape = KvShape.of(layout, layer, _TOKENS)
+    raw = KvShape.of(layout, layer, _TOKENS).raw_bytes
+    shape = KvShape.of_floats(layout, layer, _TOKENS)
     dice = torch.Generator().manual_seed(1)
-    dtype = TORCH_DTYPES[layout.dtype]
-    k = torch.randn(_TOKENS, shape.heads, shape.k_dim, generator=dice).to(dtype)
-    v = torch.randn(_TOKENS, shape.heads, shape.v_dim, generator=dice).to(dtype)
+    k = torch.randn(_TOKENS, shape.heads, shape.k_dim, generator=dice).to(shape.torch_dtype)
+    v = torch.randn(_TOKENS, shape.heads, shape.v_dim, generator=dice).to(shape.torch_dtype)
     figures = []
     for name in AUTO_CODECS:
         codec = make_codec(name, layout)
@@ -42,9 +42,9 @@ def measure_figures(layout: KvLayout) -> tuple[CodecFigures, ...]:
         figures.append(
             CodecFigures(
                 codec=name,
-                ratio=shape.raw_bytes / size,
-                encode_rate=shape.raw_bytes / max(min(encoding), 1e-9),
-                decode_rate=shape.raw_bytes / max(min(decoding), 1e-9),
+                ratio=raw / size,
+                encode_rate=raw / max(min(encoding), 1e-9),
+                decode_rate=raw / max(min(decoding), 1e-9),
             )
         )
     return tuple(figures)

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from shared.errors import NumericalError, TransferFailed
+from shared.kernels.kv_rows import from_rows
 from shared.kv.arena import KvArena
 from shared.kv.codecs.codec import Codec
 from shared.kv.codecs.frame import MAX_PREFIX_BYTES, CodecName, EncodedBlocks, KvShape
 from shared.kv.codecs.none import NoneCodec
 from shared.kv.codecs.pool import gather_tokens, scatter_tokens
 from shared.kv.codecs.registry import CODEC_NAMES, make_codec
+from shared.kv.layout import KvLayout
 from shared.transport.bulk.plan import PlannedChunk
 
 _PLAIN = NoneCodec()
@@ -29,6 +31,7 @@ class EncodedChunks:
 
     A chunk that the codec refuses (NaN, Inf) or cannot make smaller travels as it is, as a frame
     of the codec ``none``: whoever asked for a codec gets exact bytes instead, never an error.
+    Codecs take int8 KV as bf16.
     """
 
     def __init__(self, arena: KvArena) -> None:
@@ -45,8 +48,10 @@ class EncodedChunks:
         """
         part, count, layer = self._of(chunk, blocks, tokens)
         k, v = gather_tokens(self._arena, layer, part, count)
+        exact = codec == "none" or k.dtype != torch.int8
+        floats = (k, v) if exact else (from_rows(k).bfloat16(), from_rows(v).bfloat16())
         try:
-            encoded = self._codec(codec).encode(k, v, layer)
+            encoded = self._codec(codec).encode(*floats, layer)
         except NumericalError:
             encoded = _PLAIN.encode(k, v, layer)
         if codec != "none" and len(encoded.payload) > k.nbytes + v.nbytes:
@@ -64,8 +69,11 @@ class EncodedChunks:
         blocks: Sequence[int],
         tokens: int,
         frames: Sequence[memoryview],
+        layout: KvLayout | None = None,
     ) -> None:
         """Decode verified frames and put the tokens into their blocks.
+
+        ``layout`` is that of the pool they come from, this one's unless it differs in dtype.
 
         Raises:
             TransferFailed: malformed, or of another codec or other tokens than asked for.
@@ -76,7 +84,8 @@ class EncodedChunks:
         name = encoded.header.codec
         if name not in (codec, "none"):
             raise TransferFailed(f"KV encoded by {name!r}, expected {codec!r}")
-        expect = KvShape.of(self._arena.layout, layer, count)
+        shape_of = KvShape.of if name == "none" else KvShape.of_floats
+        expect = shape_of(layout or self._arena.layout, layer, count)
         k, v = self._codec(name).decode(encoded, expect)
         scatter_tokens(self._arena, layer, part, k, v)
 

@@ -8,7 +8,9 @@ from msgspec import Struct
 from shared.device.device import SharedKv
 from shared.errors import DiptychError
 from shared.kv.codecs.frame import CodecName
+from shared.kv.layout import KvLayout
 from shared.messages.bulk import Chunk
+from shared.transport.bulk.convert import land_converted
 from shared.transport.bulk.encoded import EncodedChunks
 from shared.transport.bulk.payload import checksum
 from shared.transport.bulk.plan import PlannedChunk
@@ -17,8 +19,12 @@ from shared.transport.bulk.stage import ArenaStage, InStage, in_memory
 
 
 class OpenJob(Struct):
-    """A job under way. ``size``: bytes that its blocks hold; ``wire``: those that came."""
+    """A job under way. ``size``: bytes that its blocks hold; ``wire``: those that came.
 
+    ``layout`` is the source's, which may differ from the own pool's in dtype.
+    """
+
+    layout: KvLayout
     blocks: tuple[int, ...]
     plan: tuple[PlannedChunk, ...]
     size: int
@@ -32,6 +38,7 @@ class Landing:
     """Puts chunks into one pool, through ``stage`` where its bytes are not in this memory."""
 
     def __init__(self, target: SharedKv, stage: InStage | None = None) -> None:
+        self._target = target
         self._stage = stage or ArenaStage(in_memory(target))
         self._encoded = EncodedChunks(in_memory(target)) if stage is None else None
 
@@ -60,12 +67,16 @@ class Landing:
         job.wire += size
         job.rates.arrived(size)
         if plain:
-            self._stage.land(planned, job.blocks, payload)
+            if job.layout == self._target.layout:
+                self._stage.land(planned, job.blocks, payload)
+            else:
+                arena = in_memory(self._target)
+                land_converted(arena, job.layout, planned, job.blocks, payload)
             return None
         assert self._encoded is not None
         begun = time.monotonic()
         try:
-            self._encoded.decode(job.codec, planned, job.blocks, job.tokens, payload)
+            self._encoded.decode(job.codec, planned, job.blocks, job.tokens, payload, job.layout)
         except DiptychError as error:
             return f"cannot be decoded ({error.message})"
         spent = time.monotonic() - begun

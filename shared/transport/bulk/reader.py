@@ -18,6 +18,7 @@ from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.codecs.frame import CodecName
 from shared.kv.codecs.planner import CodecFigures
+from shared.kv.layout import KvLayout
 from shared.messages.bulk import Chunk, Fetch, FetchRefused, FromReader, Probe, ProbeEcho, ToReader
 from shared.messages.fleet import CodecRule
 from shared.transport.bulk.calibration import measure_figures
@@ -87,13 +88,14 @@ Outcome = Fetched | Failed | Opened[Source]
 class Peer(Struct, frozen=True, kw_only=True):
     """How to reach a source: its bulk endpoint, the pool it must have, who we are to it.
 
-    ``codec`` is what both sides allow for its KV.
+    ``codec`` is what both sides allow for its KV, ``layout`` the pool's, None as ours.
     """
 
     endpoint: str
     arena: int
     identity: bytes
     codec: CodecRule = "none"
+    layout: KvLayout | None = None
     security: CurveClient | None = None
 
 
@@ -233,7 +235,7 @@ class HostReader(Generic[Source]):
         self._poller.register(socket, zmq.POLLIN)
         nonce = secrets.randbits(53)
         if peer.codec == "auto" and self._figures is None:
-            self._figures = measure_figures(self._target.layout)
+            self._figures = measure_figures(peer.layout or self._target.layout)
         rates = PairRates(self._figures or ())
         link = _Link(socket, peer, nonce, time.monotonic() + self._limits.probe, rates)
         self._links[source] = link
@@ -246,11 +248,11 @@ class HostReader(Generic[Source]):
         if link is None:
             self._tell(Failed(job.job, _error("its source is not connected")))
             return
-        blocks = job.source_blocks
-        if not len(blocks) == len(job.generations) == len(job.target_blocks):
+        blocks, targets = job.source_blocks, job.target_blocks
+        if not len(blocks) == len(job.generations) == len(targets):
             self._tell(Failed(job.job, _error("the lists of blocks differ in length")))
             return
-        layout = self._target.layout
+        layout = link.peer.layout or self._target.layout
         size = len(blocks) * sum(
             layout.layer_block_bytes(layer) for layer in range(job.first_layer, job.end_layer)
         )
@@ -273,7 +275,7 @@ class HostReader(Generic[Source]):
         )
         plan = plan_fetch(layout, fetch)
         link.rates.begun(codec, now)
-        self._open[job.job] = OpenJob(job.target_blocks, plan, size, codec, tokens, link.rates)
+        self._open[job.job] = OpenJob(layout, targets, plan, size, codec, tokens, link.rates)
         self._machine.begin(job.source, fetch, len(plan), now)
 
     def _drop(self, source: Source, why: str, now: float) -> None:

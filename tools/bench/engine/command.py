@@ -12,6 +12,7 @@ from rich.console import Console
 from shared.config import Precision
 from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
+from shared.kv.layout import KvDtype
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
 from tools.bench.engine.report import EngineReport, make_report, render_tables, write_report
@@ -26,6 +27,15 @@ def precisions(text: str) -> tuple[Precision, ...]:
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:
         raise BadConfig(f"no precision {unknown[0]!r}, only {', '.join(known)}")
+    return tuple(name for name in known if name in text.split(","))
+
+
+def kv_dtypes(text: str) -> tuple[KvDtype, ...]:
+    """Read names with commas between. Raises ``BadConfig`` with those there are."""
+    known: tuple[KvDtype, ...] = get_args(KvDtype)
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        raise BadConfig(f"no KV dtype {unknown[0]!r}, only {', '.join(known)}")
     return tuple(name for name in known if name in text.split(","))
 
 
@@ -46,8 +56,10 @@ def pick_cores(threads: int | None) -> tuple[int, ...]:
     return tuple(cores[:threads])
 
 
-def own_entries(plan: Plan, chosen: Sequence[Precision]) -> list[Entry]:
-    """Return one entry per precision."""
+def own_entries(
+    plan: Plan, chosen: Sequence[Precision], kv: Sequence[KvDtype | None] = (None,)
+) -> list[Entry]:
+    """Return one entry per precision and KV dtype; None is the precision's own."""
     options = {
         "model": str(resolve_model(plan.model)),
         "cores": plan.cores,
@@ -59,16 +71,17 @@ def own_entries(plan: Plan, chosen: Sequence[Precision]) -> list[Entry]:
     return [
         Entry(
             launch=Launch(
-                name=f"diptych-{precision}",
+                name=f"diptych-{precision}" + (f"-kv-{dtype}" if dtype else ""),
                 python=sys.executable,
                 module=_MODULE,
-                options={**options, "precision": precision},
+                options={**options, "precision": precision, "kv_dtype": dtype},
                 environment={"OMP_NUM_THREADS": str(len(plan.cores))},
             ),
             precision=precision,
             ours=True,
         )
         for precision in chosen
+        for dtype in kv
     ]
 
 
@@ -80,13 +93,13 @@ def race(plan: Plan, entries: Sequence[Entry], console: Console) -> EngineReport
 
 
 def bench_engine(
-    plan: Plan, chosen: Sequence[Precision], out: Path, as_json: bool, console: Console
+    plan: Plan, entries: Sequence[Entry], out: Path, as_json: bool, console: Console
 ) -> int:
     """Measure, print tables or JSON, write the report. Returns the exit code.
 
     Progress and tables go to ``console``, JSON alone to stdout.
     """
-    report = race(plan, own_entries(plan, chosen), console)
+    report = race(plan, entries, console)
     page = write_report(report, out)
     for table in render_tables(report):
         console.print(table)

@@ -32,6 +32,7 @@ class Measured:
         self._engine = Engine.load(
             Path(options["model"]),
             precision=options["precision"],
+            kv_dtype=options["kv_dtype"],
             block_size=BLOCK_SIZE,
             max_model_len=options["longest"],
             threads=options["threads"],

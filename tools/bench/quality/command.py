@@ -8,12 +8,12 @@ from msgspec import Struct
 from rich.console import Console
 
 from shared.config import Precision
-from tools.bench.engine.command import precisions
+from tools.bench.engine.command import kv_dtypes, precisions
 from tools.bench.engine.report import MIB, as_table
 from tools.bench.page import Rows, machine, now, processor, render_page, write_files
 from tools.bench.plots import grouped_bars
-from tools.bench.quality.gates import GATES, Gate
-from tools.bench.quality.measure import Loss, Plan, QualityRow, measure
+from tools.bench.quality.gates import Gate, gate_for
+from tools.bench.quality.measure import Loss, Plan, QualityRow, Variant, measure
 
 _NOTE = (
     "Loss against fp32 reading the same text: prefill reads windows whole, decode a token at a "
@@ -35,11 +35,23 @@ class QualityReport(Struct, frozen=True, kw_only=True):
     breaches: list[str]
 
 
+def variants(precision: str | None, kv_dtype: str | None) -> list[Variant]:
+    """Return what to measure: all precisions unless named, their own KV and int8 unless named.
+
+    Raises:
+        BadConfig: there is no such precision or KV dtype.
+    """
+    chosen = precisions(precision or ",".join(get_args(Precision)))
+    if kv_dtype is not None:
+        return [Variant(name, dtype) for name in chosen for dtype in kv_dtypes(kv_dtype)]
+    return [Variant(name, dtype) for dtype in (None, "int8") for name in chosen]
+
+
 def bench_quality(
-    plan: Plan, chosen: str | None, out: Path, as_json: bool, console: Console
+    plan: Plan, chosen: list[Variant], out: Path, as_json: bool, console: Console
 ) -> int:
-    """Measure, print, write. Returns 1 if a precision is outside its bounds, else 0."""
-    rows = measure(plan, precisions(chosen or ",".join(get_args(Precision))), console)
+    """Measure, print, write. Returns 1 if a variant is outside its bounds, else 0."""
+    rows = measure(plan, chosen, console)
     report = QualityReport(
         title=f"{plan.model}: quality by precision",
         made_at=now(),
@@ -53,7 +65,7 @@ def bench_quality(
     charts = [
         grouped_bars(
             "Mean KL to fp32 (nats)",
-            [row.precision for row in rows],
+            [row.label for row in rows],
             {"prefill": [r.prefill.kl for r in rows], "decode": [r.decode.kl for r in rows]},
         )
     ]
@@ -94,12 +106,12 @@ def quality_rows(rows: list[QualityRow]) -> Rows:
 
 
 def breaches(row: QualityRow) -> list[str]:
-    """Say where a precision is outside its bounds; nothing for one that has none."""
-    gate = GATES.get(row.precision)
+    """Say where a variant is outside its bounds; nothing for one that has none."""
+    gate = gate_for(row.precision, row.kv_dtype)
     if gate is None:
         return []
     return [
-        f"{row.precision}, {phase}: {what}"
+        f"{row.label}, {phase}: {what}"
         for phase, lost in (("prefill", row.prefill), ("decode", row.decode))
         for what in _outside(gate, lost)
     ]

@@ -1,4 +1,4 @@
-"""Read a text with every precision, and compare what each thinks comes next."""
+"""Read a text with every precision and KV dtype; compare what each thinks comes next."""
 
 import tempfile
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from rich.console import Console
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from shared.config import Precision
+from shared.config import Precision, kv_dtype_for
 from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
+from shared.kv.layout import KvDtype
 from tools.bench.codecs_quality import BestTokens, compare
 from tools.bench.engine.command import own_entries
 from tools.bench.engine.contestant import Contestant
@@ -22,7 +23,6 @@ from tools.bench.engine.figures import Shape
 from tools.bench.engine.rounds import Entry
 
 TEXT = Path(__file__).resolve().parent.parent / "data" / "prose.txt"
-REFERENCE: Precision = "fp32"
 _LOAD_TIMEOUT = 600.0
 _TIMEOUT = 3600.0
 _STEPS = 16
@@ -39,6 +39,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     text: Path | None
 
 
+class Variant(Struct, frozen=True):
+    """Weights, and KV: None as they suit the weights."""
+
+    precision: Precision
+    kv_dtype: KvDtype | None = None
+
+
+REFERENCE = Variant("fp32")
+
+
 class Loss(Struct, frozen=True, kw_only=True):
     """Against fp32, over all positions: perplexities, share of equal best tokens, mean KL."""
 
@@ -50,19 +60,25 @@ class Loss(Struct, frozen=True, kw_only=True):
 
 
 class QualityRow(Struct, frozen=True, kw_only=True):
-    """One precision. ``prefill`` reads windows whole, ``decode`` a token at a time.
+    """One variant. ``prefill`` reads windows whole, ``decode`` a token at a time.
 
     ``rss``: bytes after loading. ``decode_ms`` one sequence's step at 200 tokens of context,
     ``prefill_ms`` of one window's length.
     """
 
     precision: Precision
-    kv_dtype: str
+    kv_dtype: KvDtype
     rss: int
     decode_ms: float
     prefill_ms: float
     prefill: Loss
     decode: Loss
+
+    @property
+    def label(self) -> str:
+        """Name for charts: that of the precision, where its KV is its own."""
+        own = kv_dtype_for(self.precision, None) == self.kv_dtype
+        return self.precision if own else f"{self.precision}, KV {self.kv_dtype}"
 
 
 class Scores(Struct, frozen=True):
@@ -91,8 +107,8 @@ def read_windows(plan: Plan) -> list[list[int]]:
     return [ids[i * plan.window : (i + 1) * plan.window] for i in range(count)]
 
 
-def measure(plan: Plan, chosen: Sequence[Precision], console: Console) -> list[QualityRow]:
-    """Measure the precisions one after the other, fp32 first as it is the reference.
+def measure(plan: Plan, chosen: Sequence[Variant], console: Console) -> list[QualityRow]:
+    """Measure the variants one after the other, fp32 first as it is the reference.
 
     Raises:
         EngineFailed: one cannot be loaded or run.
@@ -102,37 +118,39 @@ def measure(plan: Plan, chosen: Sequence[Precision], console: Console) -> list[Q
     engine_plan = EnginePlan(
         model=plan.model, shapes=(shape,), rounds=1, steps=_STEPS, cores=plan.cores
     )
-    order = [REFERENCE, *(name for name in chosen if name != REFERENCE)]
+    order = [REFERENCE, *(variant for variant in chosen if variant != REFERENCE)]
     rows = []
     reference: Scores | None = None
     with tempfile.TemporaryDirectory(prefix="diptych-quality-") as folder:
-        for precision, entry in zip(order, own_entries(engine_plan, order), strict=True):
-            with console.status(f"reading with {precision}"):
-                row, scores = _measure(precision, entry, windows, reference, Path(folder))
+        for one in order:
+            (entry,) = own_entries(engine_plan, [one.precision], [one.kv_dtype])
+            with console.status(f"reading with {entry.launch.name}"):
+                row, scores = _measure(one, entry, windows, reference, Path(folder))
             reference = reference or scores
             rows.append(row)
     return rows
 
 
 def _measure(
-    precision: Precision,
+    variant: Variant,
     entry: Entry,
     windows: list[list[int]],
     reference: Scores | None,
     folder: Path,
 ) -> tuple[QualityRow, Scores]:
-    with Contestant(entry.launch, folder / f"{precision}.log", _LOAD_TIMEOUT) as engine:
+    name = entry.launch.name
+    with Contestant(entry.launch, folder / f"{name}.log", _LOAD_TIMEOUT) as engine:
         facts = engine.ask("facts", _TIMEOUT)
         steps = engine.ask("decode", _TIMEOUT, batch=1, context=_CONTEXT, steps=_STEPS)
         prompts = [engine.ask("prefill", _TIMEOUT, tokens=len(windows[0])) for _ in range(3)]
         scores = []
         for chunk in (len(windows[0]), 1):
-            out = folder / f"{precision}-{chunk}.safetensors"
+            out = folder / f"{name}-{chunk}.safetensors"
             engine.ask("score", _TIMEOUT, windows=windows, chunk=chunk, out=str(out))
             scores.append(load_scores(out))
     reference = reference or scores[0]
     row = QualityRow(
-        precision=precision,
+        precision=variant.precision,
         kv_dtype=facts["kv_dtype"],
         rss=engine.loaded_rss,
         decode_ms=1e3 * float(np.median(steps)),
