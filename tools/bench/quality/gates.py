@@ -25,7 +25,7 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 
 GATES: Final[dict[Precision, Gate]] = {
-    "fp32": Gate(top1=0.999, perplexity=0.0005, kl=0.0005),
+    "fp32": Gate(top1=0.999, perplexity=0.0005, kl=0.0003),
     "bf16": Gate(top1=0.985, perplexity=0.01, kl=0.0005),
     "int8": Gate(top1=0.97, perplexity=0.02, kl=0.002),
     "int4": Gate(top1=0.99, perplexity=0.005, kl=0.0003),
