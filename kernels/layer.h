@@ -40,12 +40,12 @@ DIPTYCH_INLINE void rotate_head(float* x, long rotary, const float* cos, const f
 struct StackRun {
   const StackCall& call;
   StackSizes sizes;
-  float *qkv, *inner, *q, *attended;
-  char* attention;
+  float *qkv, *q, *attended;
+  char *inner, *attention;
 
   StackRun(const StackCall& c, int threads) : call(c), sizes(stack_sizes(c, threads)) {
     qkv = reinterpret_cast<float*>(c.scratch + sizes.qkv);
-    inner = reinterpret_cast<float*>(c.scratch + sizes.inner);
+    inner = c.scratch + sizes.inner;
     q = reinterpret_cast<float*>(c.scratch + sizes.q);
     attended = reinterpret_cast<float*>(c.scratch + sizes.attended);
     attention = c.scratch + sizes.attention;
@@ -93,12 +93,20 @@ inline void place_row(const StackRun& run, const LayerWeights& w, const Pool& po
   write_heads(v, 0, dim, kv_heads, dim, pool.store, pool.v + offset);
 }
 
+// How a result is kept that only a linear of this kind reads: bf16 where the linear rounds it to
+// bf16 or to 8 bits. The widest rows of a layer leave the inner cache: half the bytes.
+inline Store kept_for(Kind kind) {
+  bool coarse = kind == Kind::BF16 || kind == Kind::I8 || kind == Kind::I4;
+  return coarse ? Store::BF16 : Store::F32;
+}
+
 inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights& w,
                       const Pool& pool, const Plan& plan) {
   const StackCall& call = run.call;
   const StackShape& s = call.shape;
   long tokens = call.batch.tokens, width = (s.heads + 2 * s.kv_heads) * s.head_dim;
   long q_width = s.heads * s.head_dim;
+  Store inner = kept_for(w.down.kind);
   // Prepare the input of `linear` and multiply.
   auto project = [&](const Linear& linear, const Matrix& in, long count, const Norm* norm,
                      const Output& out) {
@@ -124,8 +132,8 @@ inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights&
     Matrix attended{Store::F32, run.attended + first * q_width, q_width};
     project(w.o, attended, count, nullptr, residual);
     project(w.gate_up, Matrix{Store::F32, x, s.hidden}, count, &w.mlp_norm,
-            Output{Finish::Gate, Store::F32, run.inner, s.inter, s.inter});
-    project(w.down, Matrix{Store::F32, run.inner, s.inter}, count, nullptr, residual);
+            Output{Finish::Gate, inner, run.inner, s.inter, s.inter});
+    project(w.down, Matrix{inner, run.inner, s.inter}, count, nullptr, residual);
   }
 }
 
