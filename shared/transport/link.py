@@ -3,6 +3,8 @@
 A link belongs to the loop and thread it was made on. Bad input is counted, never raised.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -12,10 +14,13 @@ import zmq
 
 from shared.transport.admission import Admission
 from shared.transport.endpoint import Listener, bind, connect
+from shared.transport.hopeless import WriteWatch
 from shared.transport.pump import LinkLimits, Outbox, SocketPump
 from shared.transport.security import CurveClient, CurveServer
 
 __all__ = ["DealerLink", "LinkLimits", "RouterLink"]
+
+log = logging.getLogger(__name__)
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -138,8 +143,9 @@ class RouterLink(Generic[In, Out]):
 class DealerLink(Generic[In, Out]):
     """The connecting end: one DEALER socket under an explicit routing id.
 
-    Messages sent before the peer is there, or while it is away, wait in the bounded outbox.
-    Arguments and errors are those of ``RouterLink``.
+    Messages sent before the peer is there, or while it is away, wait in the bounded outbox. A
+    socket that takes nothing for ``HOPELESS`` seconds is opened anew. Arguments and errors are
+    those of ``RouterLink``.
     """
 
     def __init__(
@@ -158,7 +164,10 @@ class DealerLink(Generic[In, Out]):
         self._codec: _Codec[In, Out] = _Codec(receive, limits.max_frame)
         self._on_message = on_message
         self._outbox = Outbox(limits)
-        self._socket = connect(context, endpoint, identity, limits, security)
+        self._watch = WriteWatch()
+        self._connect = partial(connect, context, endpoint, identity, limits, security)
+        self._loop = asyncio.get_running_loop()
+        self._socket = self._connect()
         self._pump = SocketPump(self._socket, self._on_frames, self._flush)
 
     def send(self, message: Out) -> bool:
@@ -203,11 +212,24 @@ class DealerLink(Generic[In, Out]):
         try:
             self._socket.send(payload, _NOBLOCK)
         except zmq.Again:
+            if self._watch.hopeless(self._loop.time()):
+                self._loop.call_soon(self._reopen)  # not now: the pump is in the midst of a write
             return False
+        self._watch.wrote()
         return True
 
     def _flush(self) -> bool:
         return self._outbox.flush(self._write)
+
+    def _reopen(self) -> None:
+        if self._socket.closed:
+            return
+        log.warning("nothing could be sent to %s for a while; connecting anew", self.endpoint)
+        former, self._socket = self._socket, self._connect()
+        self._pump.close()
+        former.close(linger=0)
+        self._pump = SocketPump(self._socket, self._on_frames, self._flush)
+        self._pump.retry_soon()
 
 
 class _PeerGone(Exception):

@@ -23,9 +23,9 @@ from shared.transport.bulk.reader import (
     HostReader,
     Opened,
     Outcome,
-    Peer,
     ReaderLimits,
 )
+from shared.transport.bulk.source_link import Peer
 from shared.transport.bulk.stage import InStage, in_memory
 from shared.transport.security import security_for
 from shared.worker.copier import Copier

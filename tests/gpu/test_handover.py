@@ -21,8 +21,9 @@ from shared.device.cuda_stream import SideStream
 from shared.errors import TransferFailed
 from shared.kv.layout import KvLayout, LayerKv
 from shared.messages.prefill_decode import ArenaDescriptor
-from shared.transport.bulk.reader import Fetched, FetchJob, HostReader, Opened, Peer, ReaderLimits
+from shared.transport.bulk.reader import Fetched, FetchJob, HostReader, Opened, ReaderLimits
 from shared.transport.bulk.server import HostServer
+from shared.transport.bulk.source_link import Peer
 from tests.gpu.ipc_child import Asked, content
 
 pytestmark = [

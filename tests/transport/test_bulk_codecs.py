@@ -24,10 +24,10 @@ from shared.transport.bulk.reader import (
     HostReader,
     Opened,
     Outcome,
-    Peer,
     ReaderLimits,
 )
 from shared.transport.bulk.server import HostServer
+from shared.transport.bulk.source_link import Peer
 from shared.worker.events import SourceKey
 from tests.conftest import RunAsync
 from tests.transport.harness import Context

@@ -29,10 +29,10 @@ from shared.transport.bulk.reader import (
     HostReader,
     Opened,
     Outcome,
-    Peer,
     ReaderLimits,
 )
 from shared.transport.bulk.server import HostServer
+from shared.transport.bulk.source_link import Peer
 from shared.transport.security import generate_keys, security_for
 from shared.worker.events import SourceKey
 from tests.conftest import RunAsync

@@ -12,7 +12,8 @@ from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName
 from shared.kv.copy import copy_blocks, verify_generations
 from shared.transport.bulk.fetches import FetchLimits
-from shared.transport.bulk.reader import Fetched, FetchJob, HostReader, Outcome, Peer, ReaderLimits
+from shared.transport.bulk.reader import Fetched, FetchJob, HostReader, Outcome, ReaderLimits
+from shared.transport.bulk.source_link import Peer
 from shared.transport.bulk.stage import InStage
 from tools.bench.transfer_plan import Span, TransferPlan
 from tools.bench.transfer_source import SourceReady

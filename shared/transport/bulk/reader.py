@@ -6,7 +6,6 @@ import queue
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
@@ -18,27 +17,20 @@ from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.codecs.frame import CodecName
 from shared.kv.codecs.planner import CodecFigures
-from shared.kv.layout import KvLayout
 from shared.messages.bulk import Chunk, Fetch, FetchRefused, FromReader, Probe, ProbeEcho, ToReader
-from shared.messages.fleet import CodecRule
 from shared.transport.bulk.calibration import measure_figures
 from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits
 from shared.transport.bulk.landing import Landing, OpenJob
 from shared.transport.bulk.plan import plan_fetch
 from shared.transport.bulk.rates import PairRates
 from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
+from shared.transport.bulk.source_link import Context, Peer, SourceLink
 from shared.transport.bulk.stage import InStage
 from shared.transport.bulk.staging import keep_staging_memory
-from shared.transport.endpoint import connect
-from shared.transport.pump import LinkLimits
-from shared.transport.security import CurveClient
 
 log = logging.getLogger(__name__)
 
 Source = TypeVar("Source", bound=Hashable)
-Context = zmq.Context[zmq.Socket[bytes]]
-
-_LIMITS = LinkLimits(hwm=1024)
 _BUDGET = 16
 _TICK = 0.02
 _RETRY = 0.005
@@ -85,36 +77,12 @@ class Opened(Struct, Generic[Source], frozen=True):
 Outcome = Fetched | Failed | Opened[Source]
 
 
-class Peer(Struct, frozen=True, kw_only=True):
-    """How to reach a source: its bulk endpoint, the pool it must have, who we are to it.
-
-    ``codec`` is what both sides allow for its KV, ``layout`` the pool's, None as ours.
-    """
-
-    endpoint: str
-    arena: int
-    identity: bytes
-    codec: CodecRule = "none"
-    layout: KvLayout | None = None
-    security: CurveClient | None = None
-
-
 class ReaderLimits(Struct, frozen=True, kw_only=True):
     """``chunk_bytes`` per chunk, ``probe`` seconds for the self-test, the rest as named there."""
 
     chunk_bytes: int = 512 << 10
     probe: float = 5.0
     fetch: FetchLimits = FetchLimits()
-
-
-class _Link(Struct):
-    socket: "zmq.Socket[bytes]"
-    peer: Peer
-    nonce: int
-    deadline: float
-    rates: PairRates
-    tested: bool = False
-    outbox: deque[bytes] = msgspec.field(default_factory=deque)
 
 
 class HostReader(Generic[Source]):
@@ -139,7 +107,7 @@ class HostReader(Generic[Source]):
         self._limits = limits
         self._tell = tell
         self._machine: Fetches[Source] = Fetches(limits.fetch)
-        self._links: dict[Source, _Link] = {}
+        self._links: dict[Source, SourceLink] = {}
         self._open: dict[int, OpenJob] = {}
         self._landing = Landing(target, stage)
         self._figures: tuple[CodecFigures, ...] | None = None
@@ -182,7 +150,7 @@ class HostReader(Generic[Source]):
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         for link in self._links.values():
-            link.socket.close(linger=0)
+            link.close()
         self._links.clear()
         self._landing.close()
         os.close(self._wake)
@@ -217,7 +185,7 @@ class HostReader(Generic[Source]):
         self._machine.tick(now)
         self._carry_out()
         for link in self._links.values():
-            self._flush(link)
+            link.flush()
 
     def _pause(self) -> int | None:
         if any(link.outbox for link in self._links.values()):
@@ -227,17 +195,18 @@ class HostReader(Generic[Source]):
         return None
 
     def _connect(self, source: Source, peer: Peer, now: float) -> None:
-        try:
-            socket = connect(self._context, peer.endpoint, peer.identity, _LIMITS, peer.security)
-        except DiptychError as error:
-            self._tell(Opened(source, error.payload()))
-            return
-        self._poller.register(socket, zmq.POLLIN)
         nonce = secrets.randbits(53)
         if peer.codec == "auto" and self._figures is None:
             self._figures = measure_figures(peer.layout or self._target.layout)
         rates = PairRates(self._figures or ())
-        link = _Link(socket, peer, nonce, time.monotonic() + self._limits.probe, rates)
+        deadline = time.monotonic() + self._limits.probe
+        try:
+            link = SourceLink(
+                self._context, self._poller, peer, rates, nonce=nonce, deadline=deadline
+            )
+        except DiptychError as error:
+            self._tell(Opened(source, error.payload()))
+            return
         self._links[source] = link
         link.outbox.append(
             self._encoder.encode(Probe(nonce=nonce, arena=peer.arena, size=PROBE_BYTES))
@@ -281,15 +250,14 @@ class HostReader(Generic[Source]):
     def _drop(self, source: Source, why: str, now: float) -> None:
         link = self._links.pop(source, None)
         if link is not None:
-            self._poller.unregister(link.socket)
-            link.socket.close(linger=0)
+            link.close()
         self._machine.lost(source, _error(why), now)
 
     def _fail_link(self, source: Source, why: str, now: float) -> None:
         self._drop(source, why, now)
         self._tell(Opened(source, _error(why)))
 
-    def _receive(self, source: Source, link: _Link, now: float) -> None:
+    def _receive(self, source: Source, link: SourceLink, now: float) -> None:
         for _ in range(_BUDGET):
             try:
                 frames = _next_message(link.socket)
@@ -311,7 +279,7 @@ class HostReader(Generic[Source]):
             if source not in self._links:
                 return
             self._carry_out()
-            self._flush(link)
+            link.flush()
 
     def _chunk(
         self, source: Source, header: Chunk, payload: Sequence[memoryview], now: float
@@ -327,7 +295,7 @@ class HostReader(Generic[Source]):
             self._machine.bad(job, attempt, index, why, now)
 
     def _echo(
-        self, source: Source, link: _Link, echo: ProbeEcho, payload: Sequence[memoryview]
+        self, source: Source, link: SourceLink, echo: ProbeEcho, payload: Sequence[memoryview]
     ) -> None:
         if link.tested or echo.nonce != link.nonce:
             return
@@ -374,14 +342,6 @@ class HostReader(Generic[Source]):
         link = self._links.get(source)
         if link is not None:
             link.outbox.append(self._encoder.encode(message))
-
-    def _flush(self, link: _Link) -> None:
-        while link.outbox:
-            try:
-                link.socket.send(link.outbox[0], _NOBLOCK)
-            except zmq.Again:
-                return
-            link.outbox.popleft()
 
 
 def _next_message(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
