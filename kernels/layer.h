@@ -87,7 +87,7 @@ inline void place_row(const StackRun& run, const LayerWeights& w, const Pool& po
   Place at = place_of(batch, row);
   long block = batch.tables[at.seq * batch.table_stride + at.position / pool.block_size];
   long slot = block * pool.block_size + at.position % pool.block_size;
-  long offset = slot * kv_heads * dim * store_bytes(pool.store);
+  long offset = slot * kv_heads * head_bytes(pool.store, dim);
   Matrix k{Store::F32, qkv + heads * dim, 0}, v{Store::F32, qkv + (heads + kv_heads) * dim, 0};
   write_heads(k, 0, dim, kv_heads, dim, pool.store, pool.k + offset);
   write_heads(v, 0, dim, kv_heads, dim, pool.store, pool.v + offset);
