@@ -1,10 +1,12 @@
 """A second host on this machine: a network namespace at the far end of a simulated link."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -17,6 +19,7 @@ from tools.slow_link.shaping import LinkProfile
 WIRE_MTU: Final = 1500
 LARGE_MTU: Final = 65000
 """Fewer, larger packets: what a process can carry at 10 Gbit/s."""
+_SPACES: Final = Path("/run/netns")
 
 
 class Hosts(Struct, frozen=True):
@@ -46,6 +49,7 @@ def slow_link(profile: LinkProfile, mtu: int, subnet: int) -> Iterator[Hosts]:
     Raises:
         ResourceMissing: no rights, no ``ip``, no namespaces or no TUN devices here.
     """
+    _remove_orphans()
     name = f"dtp{os.getpid() % 10**8}x{subnet}"
     hosts = Hosts(name, far_device(name), f"10.213.{subnet}.1", f"10.213.{subnet}.2")
     spec = LinkSpec(name=name, near=hosts.near, far=hosts.far, mtu=mtu, profile=profile)
@@ -63,4 +67,21 @@ def slow_link(profile: LinkProfile, mtu: int, subnet: int) -> Iterator[Hosts]:
             yield hosts
         finally:
             relay.stdin.close()
-            relay.wait(timeout=20)
+            if relay.wait(timeout=20) != 0:
+                _remove(name)
+
+
+def _remove_orphans() -> None:
+    """Remove the namespaces of processes that were killed together with their relay.
+
+    Devices are gone with a relay, but a namespace has a name that nothing takes away.
+    """
+    for place in _SPACES.glob("dtp*x*"):
+        owner = re.fullmatch(r"dtp([0-9]+)x[0-9]+", place.name)
+        if owner is not None and not Path(f"/proc/{owner[1]}").exists():
+            _remove(place.name)
+
+
+def _remove(name: str) -> None:
+    with suppress(ResourceMissing):  # its relay, or another process, was faster
+        ip("netns", "del", name)
