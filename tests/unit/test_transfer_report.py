@@ -6,12 +6,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from shared.errors import BadConfig
+from shared.errors import BadConfig, ResourceMissing
 from shared.kv.layout import KvLayout, LayerKv
 from tools.bench import transfer_report
+from tools.bench.page import write_files
 from tools.bench.transfer_plan import TransferPlan, TransferRow, schedule
 from tools.bench.transfer_report import link_profile, parse_codecs, parse_lengths, run_bench
+from tools.cli import app
 
 LAYOUT = KvLayout(dtype="bf16", block_size=16, layers=(LayerKv(2, 16, 16),) * 4)
 
@@ -65,6 +68,33 @@ def test_options_are_read_or_refused_by_name() -> None:
     link = link_profile(10, 1, 30)
     assert link is not None
     assert (link.rate, link.delay, link.loss) == (1.25e9, 1e-3, 0.3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--prefill-rate", "0"),
+        ("--prefill-rate", "nan"),
+        ("--rate", "inf"),
+        ("--rate", "1e-300"),
+        ("--delay", "inf"),
+        ("--delay", "1e8"),
+        ("--chunk", "8193"),
+        ("--slots", "99999999999"),
+    ],
+)
+def test_a_figure_that_nothing_can_be_measured_with_is_refused(wrong: tuple[str, str]) -> None:
+    """Guards tracebacks, rows of NaN, and a link that never carries anything."""
+    done = CliRunner().invoke(app, ["bench", "transfer", "--tokens", "16", *wrong])
+    assert done.exit_code == 2 or isinstance(done.exception, BadConfig), done.output
+    assert wrong[0] in done.output + str(done.exception)
+
+
+def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    """Guards a traceback at the end of a long measurement."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ResourceMissing, match="file/report"):
+        write_files(row(16), "", tmp_path / "file" / "report")
 
 
 def test_a_link_leaves_the_path_of_one_host_out() -> None:

@@ -85,12 +85,18 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     model: ModelOption = DEFAULT_MODEL
     tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024,2048,4096,8192"
     codec: Annotated[str, typer.Option(help="Codecs of the host path, commas between.")] = "none"
-    prefill_rate: Annotated[float, typer.Option(help="Tokens/s of the paced prefill.")] = 4000.0
-    chunk: Annotated[int, typer.Option(help="KiB per chunk on the host path.", min=4)] = 512
-    slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1)] = 32
+    prefill_rate: Annotated[
+        float, typer.Option(help="Tokens/s of the paced prefill.", min=1, max=1e9)
+    ] = 4000.0
+    chunk: Annotated[int, typer.Option(help="KiB per chunk on the host path.", min=4, max=8192)] = (
+        512
+    )
+    slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1, max=1024)] = 32
     repeats: Annotated[int, typer.Option(help="Runs per figure; the median counts.", min=1)] = 5
-    rate: Annotated[float, typer.Option(help="Gbit/s of a simulated link.", min=0)] = 0.0
-    delay: Annotated[float, typer.Option(help="Its delay in ms, one way.", min=0)] = 0.0
+    rate: Annotated[
+        float, typer.Option(help="Gbit/s of a simulated link, 0: no limit.", min=0, max=1000)
+    ] = 0.0
+    delay: Annotated[float, typer.Option(help="Its delay in ms, one way.", min=0, max=1000)] = 0.0
     loss: Annotated[float, typer.Option(help="Packets it loses, in %.", min=0, max=90)] = 0.0
     device: Annotated[
         str, typer.Option(help="Where the KV is: cpu, cuda:N, or sender and reader cuda:N,cuda:M.")

@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from shared.errors import ResourceMissing
+
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
   padding: 0 1rem; color: #1c2024; background: #fff; }
@@ -51,11 +53,18 @@ def processor() -> str:
 
 
 def write_files(report: Struct, page: str, base: Path) -> tuple[Path, Path]:
-    """Write ``base``.json and ``base``.html and return both."""
-    base.parent.mkdir(parents=True, exist_ok=True)
+    """Write ``base``.json and ``base``.html and return both.
+
+    Raises:
+        ResourceMissing: the place cannot be written to.
+    """
     as_json, as_html = base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")
-    as_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    as_html.write_text(page, encoding="utf-8")
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        as_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        as_html.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ResourceMissing(f"the report cannot go to {base}: {error.strerror}") from error
     return as_json, as_html
 
 

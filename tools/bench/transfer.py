@@ -179,8 +179,14 @@ def _raw(socket: "zmq.Socket[bytes]", size: int, chunk: int) -> float:
     without a copy out of as much memory as the pool's, in frames of a chunk, received, dropped."""
     begun = time.monotonic()
     socket.send(msgspec.json.encode(size))
-    for _ in range(-(-size // chunk)):
-        socket.recv(copy=False)
+    try:
+        for _ in range(-(-size // chunk)):
+            socket.recv(copy=False)
+    except zmq.Again:
+        raise TransferFailed(
+            f"nothing came from the sending process for {DEADLINE:g} s; a faster --rate, a "
+            "shorter --delay or a smaller --chunk needs less"
+        ) from None
     return time.monotonic() - begun
 
 

@@ -11,7 +11,7 @@ from shared.errors import TransferFailed
 from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName
 from shared.kv.copy import copy_blocks, verify_generations
-from shared.transport.bulk.fetches import FetchLimits
+from shared.transport.bulk.fetches import Failed, FetchLimits
 from shared.transport.bulk.reader import Fetched, FetchJob, HostReader, Outcome, ReaderLimits
 from shared.transport.bulk.source_link import Peer
 from shared.transport.bulk.stage import InStage
@@ -79,7 +79,7 @@ class HostMover:
             endpoint=ready.endpoint, arena=ready.arena.arena_id, identity=identity, codec=codec
         )
         self._reader.open("bench", peer)
-        self._outcomes.get(timeout=DEADLINE)
+        self._next()
         self._job = 0
 
     def move(self, spans: list[Span], begun: float) -> int:
@@ -101,15 +101,23 @@ class HostMover:
             )
         wire = 0
         for _ in spans:
-            outcome = self._outcomes.get(timeout=DEADLINE)
-            if not isinstance(outcome, Fetched):
-                raise TransferFailed(f"a fetch failed: {outcome}")
+            outcome = self._next()
+            if isinstance(outcome, Failed):
+                raise TransferFailed(f"a fetch failed: {outcome.error.message}")
+            assert isinstance(outcome, Fetched)
             wire += outcome.wire
         return wire
 
     def close(self) -> None:
         """Disconnect."""
         self._reader.close()
+
+    def _next(self) -> Outcome[str]:
+        try:
+            return self._outcomes.get(timeout=DEADLINE)
+        except queue.Empty:
+            text = f"the sending process did not answer for {DEADLINE:g} s"
+            raise TransferFailed(text) from None
 
 
 def sleep_until(moment: float) -> None:

@@ -21,6 +21,8 @@ from tools.bench.transfer_plan import TransferPlan, TransferRow
 from tools.slow_link.shaping import LinkProfile
 
 _FULL_WIDTH = 160
+_LEAST_RATE = 0.001
+"""Gbit/s: a chunk of 8 MiB takes a minute, which is the patience of all sockets."""
 _HEADER = ["path", "codec", "tokens", "MB", "on the wire", "at once ms", "GB/s", "of reference"]
 _HEADER += ["visible ms", "without pipeline", "hidden", "of none", "CPU ms"]
 _EXPLANATION = (
@@ -76,9 +78,11 @@ def parse_codecs(text: str) -> tuple[CodecName, ...]:
 
 
 def link_profile(rate: float, delay: float, loss: float) -> LinkProfile | None:
-    """Return a link of Gbit/s, ms and percent; None if all are 0."""
+    """Return a link of Gbit/s, ms and percent; None if all are 0. Raises ``BadConfig``."""
     if not (rate or delay or loss):
         return None
+    if 0 < rate < _LEAST_RATE:
+        raise BadConfig(f"--rate is {_LEAST_RATE:g} Gbit/s or more, or 0 for no limit")
     return LinkProfile(rate=rate * 1e9 / 8, delay=delay / 1e3, loss=loss / 100)
 
 

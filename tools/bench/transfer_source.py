@@ -4,6 +4,7 @@
 ends with its standard input.
 """
 
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from shared.device import open as devices
 from shared.device.cuda_pool import CudaPool
 from shared.device.cuda_stage import CudaLift
 from shared.device.device import SharedKv
+from shared.errors import DiptychError
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout
 from shared.messages.prefill_decode import ArenaDescriptor
@@ -54,9 +56,13 @@ class SourceReady(Struct, frozen=True, kw_only=True):
 def main() -> None:
     """Serve until standard input ends."""
     spec = msgspec.json.decode(sys.argv[1], type=SourceSpec)
-    arena, stage = _filled(spec)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started us
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench", stage=stage)
+    try:
+        arena, stage = _filled(spec)
+        server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench", stage=stage)
+    except DiptychError as error:
+        sys.exit(error.message)
     raw = context.socket(zmq.ROUTER)
     raw.setsockopt(zmq.SNDHWM, RAW_HWM)
     raw.setsockopt(zmq.LINGER, 0)
