@@ -45,7 +45,7 @@ Grid refined(const V4* w, const Grid& g) {
     q += g.q[i], x += w[i], qq += g.q[i] * g.q[i], qx += g.q[i] * w[i];
   float mean_q = sum(q) / kGroup, mean = sum(x) / kGroup;
   float spread = sum(qq) - mean_q * mean_q * kGroup;
-  if (!(spread > 0.5f)) return g;  // all in one place
+  if (!(spread > 0.5f)) return grid_of(w, 0.0f, mean);  // all in one place
   float scale = (sum(qx) - mean_q * mean * kGroup) / spread;
   return scale > 0 ? grid_of(w, scale, mean - scale * mean_q) : g;
 }

@@ -17,6 +17,8 @@ _SEEN: Final = 0.02
 _TOP: Final = 15
 _STEPS: Final = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18)
 """Grids that are tried: so many steps between a group's ends."""
+_MOST: Final = 65504.0
+"""The largest number of fp16."""
 _NEAR: Final = 0.03
 """A root mean square error of so many steps is what bf16 does to weights on a grid."""
 
@@ -69,7 +71,7 @@ def _rounded(
     w: torch.Tensor, scale: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the weights on the grid, their whole numbers, and the scale as fp16 has it."""
-    scale, least = scale.half().float(), least.half().float()
+    scale, least = (x.clamp(-_MOST, _MOST).half().float() for x in (scale, least))
     q = torch.where(scale > 0, (w - least) / scale, 0.0).round().clamp(0, _TOP)
     return q * scale + least, q, scale
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from shared.kernels.int4 import on_grid
 from shared.kernels.ops import PackedLinear, rms_norm, rotary_table, silu_mul
 from shared.kernels.types import GROUP, INT4, INT8, LinearKind
 from tests.unit.kernel_tiers import EVERY_TIER, NATIVE_TIERS, kernels
@@ -183,6 +184,19 @@ def test_int4_finds_the_grid_that_weights_are_on(
     for read, allowed in ((weight, 5e-4), (weight.bfloat16().float(), 2e-3)):
         found = PackedLinear(read, None, "int4a16")(torch.eye(4 * GROUP)).t()
         assert _error(found, weight) < allowed
+
+
+@pytest.mark.parametrize("size", [3e-8, 1e-7, 5e4, 1e5])
+def test_int4_at_the_ends_of_fp16(size: float) -> None:
+    """Guards weights made larger than they are where fp16 has no scale so small, and a kernel and
+    a fallback that differ, or lose a group, where it has none so large."""
+    torch.manual_seed(0)
+    weight = torch.randn(40, 4 * GROUP) * size
+    found = PackedLinear(weight, None, "int4a16")(torch.eye(4 * GROUP)).t()
+    rounded = on_grid(weight)
+    assert _error(found, weight) < 1.01
+    assert _error(rounded, weight) < 1.01
+    assert (found - rounded).norm() < 0.1 * weight.norm()
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
