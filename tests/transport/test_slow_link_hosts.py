@@ -31,7 +31,7 @@ PROMPTS = (LONG[:900], LONG[1:401])
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     """The prefill worker's host is at the far end of the link that the test asks for."""
     try:
-        with slow_link(request.param, WIRE_MTU, 6) as made:
+        with slow_link(request.param, WIRE_MTU) as made:
             yield made
     except ResourceMissing as error:
         pytest.skip(error.message)

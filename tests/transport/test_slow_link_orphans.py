@@ -22,7 +22,7 @@ def orphan() -> Iterator[Path]:
     """A namespace named for a process that has ended, as a killed bench leaves it."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
-    place = SPACES / f"dtp{ended.pid}x7"
+    place = SPACES / f"dtp{ended.pid}"
     try:
         ip("netns", "add", place.name)
     except ResourceMissing as error:
@@ -35,7 +35,7 @@ def orphan() -> Iterator[Path]:
 def test_the_next_link_removes_the_namespaces_of_the_dead(orphan: Path) -> None:
     """Guards namespaces that pile up until somebody looks."""
     try:
-        with slow_link(LinkProfile(), LARGE_MTU, 7) as hosts:
+        with slow_link(LinkProfile(), LARGE_MTU) as hosts:
             assert not orphan.exists()
             assert (SPACES / hosts.space).exists()
     except ResourceMissing as error:
@@ -46,7 +46,7 @@ def test_the_next_link_removes_the_namespaces_of_the_dead(orphan: Path) -> None:
 def test_a_killed_relay_leaves_no_namespace() -> None:
     """Guards a namespace for each test whose link was killed under it."""
     try:
-        with slow_link(LinkProfile(), LARGE_MTU, 7) as hosts:
+        with slow_link(LinkProfile(), LARGE_MTU) as hosts:
             for child in psutil.Process().children():
                 if "tools.slow_link.relay" in child.cmdline():
                     child.send_signal(signal.SIGKILL)

@@ -24,7 +24,6 @@ from tools.bench.transfer_source import RAW_HWM, SourceReady, SourceSpec
 from tools.slow_link.hosts import LARGE_MTU, slow_link
 
 _PACED = 3
-_SUBNET = 8
 
 
 class Times(Struct):
@@ -51,7 +50,7 @@ def measure(plan: TransferPlan, note: Callable[[str], None]) -> list[TransferRow
         inside: tuple[str, ...] = ()
         address = "127.0.0.1"
         if plan.link is not None:
-            hosts = stack.enter_context(slow_link(plan.link, LARGE_MTU, _SUBNET))
+            hosts = stack.enter_context(slow_link(plan.link, LARGE_MTU))
             inside, address = hosts.inside, hosts.far
         spec = SourceSpec(
             layout=plan.layout, num_blocks=most, chunk_bytes=plan.chunk_bytes, address=address

@@ -43,15 +43,20 @@ class Hosts(Struct, frozen=True):
 
 
 @contextmanager
-def slow_link(profile: LinkProfile, mtu: int, subnet: int) -> Iterator[Hosts]:
-    """Join a new namespace to this one, in 10.213.``subnet``.0/24, as long as the context lasts.
+def slow_link(profile: LinkProfile, mtu: int) -> Iterator[Hosts]:
+    """Join a new namespace to this one as long as the context lasts; one per process at a time.
+
+    Its addresses are a /30 of 10.214.0.0/16 that follows from this process's pid, so that two
+    processes may do so at once.
 
     Raises:
         ResourceMissing: no rights, no ``ip``, no namespaces or no TUN devices here.
     """
     _remove_orphans()
-    name = f"dtp{os.getpid() % 10**8}x{subnet}"
-    hosts = Hosts(name, far_device(name), f"10.213.{subnet}.1", f"10.213.{subnet}.2")
+    name = f"dtp{os.getpid() % 10**8}"
+    high, low = divmod(os.getpid() % 2**14 * 4, 256)
+    near, far = (f"10.214.{high}.{low + host}" for host in (1, 2))
+    hosts = Hosts(name, far_device(name), near, far)
     spec = LinkSpec(name=name, near=hosts.near, far=hosts.far, mtu=mtu, profile=profile)
     command = [sys.executable, "-m", "tools.slow_link.relay", msgspec.json.encode(spec).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as relay:
@@ -76,8 +81,8 @@ def _remove_orphans() -> None:
 
     Devices are gone with a relay, but a namespace has a name that nothing takes away.
     """
-    for place in _SPACES.glob("dtp*x*"):
-        owner = re.fullmatch(r"dtp([0-9]+)x[0-9]+", place.name)
+    for place in _SPACES.glob("dtp*"):
+        owner = re.fullmatch(r"dtp([0-9]+)", place.name)
         if owner is not None and not Path(f"/proc/{owner[1]}").exists():
             _remove(place.name)
 

@@ -27,14 +27,14 @@ _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _OFFLOAD_CHECKSUM: Final = 1
 _PACKET: Final = 66 << 10
 _BUDGET: Final = 32
-_PREFIX: Final = 24
+_PREFIX: Final = 30
 _PRIORITY: Final = -15  # a wire does not wait for a core
 
 
 class LinkSpec(Struct, frozen=True, kw_only=True):
     """``name`` is that of the new namespace and, here, of the device: 14 characters at most.
 
-    ``near`` is this side's address, ``far`` the namespace's; both in one /24.
+    ``near`` is this side's address, ``far`` the namespace's; both in one /30.
     """
 
     name: str
@@ -116,7 +116,7 @@ def _open_device(name: str) -> int:
 
 
 def _join(spec: LinkSpec) -> None:
-    """Give both ends their address; routes of /24 come with it."""
+    """Give both ends their address; routes of /30 come with it."""
     far = far_device(spec.name)
     ip("link", "set", far, "netns", spec.name)
     for place, device, address in (
