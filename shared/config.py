@@ -360,17 +360,6 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
 def _check_roles(deployment: Deployment, source: str) -> None:
     split = deployment.deployment_type == "split"
     prefill, decode = deployment.workers.prefill, deployment.workers.decode
-    if split and prefill and decode:
-        theirs, ours = (kv_dtype_for(w.precision, w.kv_dtype) for w in (prefill, decode))
-        if theirs != ours and decode.device != "cpu":
-            raise BadConfig(
-                f"{source}: keys and values are {theirs} in `workers.prefill` and {ours} in "
-                "`workers.decode`, and a GPU converts none: give both the same `kv_dtype`"
-            )
-        cuda = (prefill.device != "cpu", decode.device != "cpu")
-        transfer = transfer_problem(deployment.transfer.path, deployment.transfer.codec, cuda=cuda)
-        if transfer is not None:
-            raise BadConfig(f"{source}: {transfer}")
     for role in ("prefill", "decode", "mixed"):
         section: WorkerSection | None = getattr(deployment.workers, role)
         if (role == "mixed") is not split and (section is None or section.count < 1):
@@ -390,3 +379,14 @@ def _check_roles(deployment: Deployment, source: str) -> None:
                     f"{source}: `workers.{role}.cores` needs one list of core numbers for each "
                     f"of the {section.count} workers"
                 )
+    if split and prefill and decode:
+        theirs, ours = (kv_dtype_for(w.precision, w.kv_dtype) for w in (prefill, decode))
+        if theirs != ours and decode.device != "cpu":
+            raise BadConfig(
+                f"{source}: keys and values are {theirs} in `workers.prefill` and {ours} in "
+                "`workers.decode`, and a GPU converts none: give both the same `kv_dtype`"
+            )
+        cuda = (prefill.device != "cpu", decode.device != "cpu")
+        transfer = transfer_problem(deployment.transfer.path, deployment.transfer.codec, cuda=cuda)
+        if transfer is not None:
+            raise BadConfig(f"{source}: {transfer}")

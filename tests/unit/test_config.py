@@ -186,6 +186,11 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
             "workers: {mixed: {device: cuda, kv_dtype: int8}}\n",
             ["`kv_dtype: int8` is for CPUs", "bf16, fp16 or fp32", "`$.workers.mixed.device`"],
         ),
+        (  # what helps first: both alike would be refused again
+            "name: a\ndeployment_type: split\n"
+            "workers: {prefill: {}, decode: {device: cuda, kv_dtype: int8}}\n",
+            ["`kv_dtype: int8` is for CPUs", "`$.workers.decode.device`"],
+        ),
         (
             "name: a\ndeployment_type: colocated\nworkers: {mixed: {cores: [[-1]]}}\n",
             ["`workers.mixed.cores`"],
