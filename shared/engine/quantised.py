@@ -7,8 +7,9 @@ from torch import nn
 
 from shared.config import Precision
 from shared.engine.loading import HfModel
+from shared.kernels.int4 import warn_off_grid
 from shared.kernels.ops import PackedLinear
-from shared.kernels.types import LinearKind
+from shared.kernels.types import INT4, LinearKind
 
 QUANTISED: Final[dict[Precision, LinearKind]] = {"int8": "int8", "int4": "int4a16"}
 """Precisions whose weights are rounded to integers, and the arithmetic of their layers."""
@@ -37,7 +38,12 @@ def quantise_linears(model: HfModel, precision: Precision) -> None:
     if kind is None:
         return
     head = model.get_output_embeddings()
+    warned = kind not in INT4
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(module, name, QuantisedLinear(child, kind))
+            if type(child) is not nn.Linear or child is head:
+                continue
+            if not warned:
+                warn_off_grid(child.weight)
+                warned = True
+            setattr(module, name, QuantisedLinear(child, kind))

@@ -40,6 +40,15 @@ def test_every_family_is_served_with_integer_weights(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_int4_says_that_weights_were_not_made_for_it(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards quality lost in silence, in our own layers and in transformers' models."""
+    load_engine(save_model(tmp_path, CONFIGS[family]()), precision="int4")
+    assert len([r for r in caplog.records if "int4 moves this model's" in r.message]) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     ("precision", "kv_dtype"),
     [
