@@ -66,6 +66,10 @@ def recall(request: LoadRequest) -> Prepared | None:
     except (OSError, ValueError, msgspec.DecodeError) as error:
         log.warning("%s is not usable, the model is checked anew: %s", path, error)
         return None
+    layout = recipe.facts.layout
+    if (layout.dtype, layout.block_size) != (request.kv_dtype, request.block_size):
+        log.warning("%s is of other KV than is asked for; the model is checked anew", path)
+        return None
     require_memory(request.model_dir, parameters * LOADED_AS[request.precision].itemsize)
     try:
         runner = _build(request, recipe)

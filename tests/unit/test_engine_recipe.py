@@ -99,6 +99,17 @@ def test_a_recipe_with_one_changed_byte_means_checking_anew(
     assert recipe.recall(asked) is None
 
 
+def test_a_recipe_of_other_kv_means_checking_anew(tmp_path: Path, cache: Path) -> None:
+    """Guards a pool of another dtype than the deployment file's: each reproduces itself."""
+    ours = request(save_model(tmp_path / "model", CONFIGS["llama"]()), "int4")
+    prepare(ours)
+    (file,) = cache.glob("*.json")
+    prepare(msgspec.structs.replace(ours, kv_dtype="int8"))
+    (other,) = set(cache.glob("*.json")) - {file}
+    file.write_bytes(other.read_bytes())
+    assert recipe.recall(ours) is None
+
+
 @pytest.mark.parametrize("change", ["layers", "names", "shape", "frequencies"])
 def test_a_recipe_of_other_files_means_checking_anew(
     tmp_path: Path, cache: Path, change: str
