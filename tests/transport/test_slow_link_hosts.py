@@ -97,12 +97,19 @@ def right_or_late(
 
 
 async def nothing_left(router: TwoHosts) -> None:
+    """Wait until both workers have all blocks back; a fetch given up keeps its own until it ends."""
+
+    def all_back(worker: str) -> bool:
+        load = router.reports[router.hellos[WorkerId(worker)][0]].load
+        return load.blocks_free + load.blocks_cached == load.blocks_total
+
     for worker in ("prefill-0", "decode-0"):
-        load = await router.settled(worker)
-        assert load.blocks_free + load.blocks_cached == load.blocks_total
+        await router.settled(worker)
+        await router.until(partial(all_back, worker))
     peer = router.hellos[WorkerId("decode-0")][0]
     await router.until(lambda: bool(router.reports[peer].pairs))
-    assert router.reports[peer].pairs[0].path == "host"
+    # None: on a bad link the self-test itself may not pass within the requests' time.
+    assert router.reports[peer].pairs[0].path in (None, "host")
 
 
 @pytest.mark.parametrize("hosts", [LOSSY], indirect=True)
