@@ -97,7 +97,7 @@ def right_or_late(
 
 
 async def nothing_left(router: TwoHosts) -> None:
-    """Wait until both workers have all blocks back; a fetch given up keeps its own until it ends."""
+    """Wait until both workers have all blocks back; a fetch given up keeps its own till it ends."""
 
     def all_back(worker: str) -> bool:
         load = router.reports[router.hellos[WorkerId(worker)][0]].load
