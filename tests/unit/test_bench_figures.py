@@ -1,6 +1,9 @@
 """Figures of engines: what is reduced, related and judged is what was measured."""
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from shared.errors import BadConfig
 from tools.bench.compare.goals import judge, ratio_rows, verdict_rows
@@ -14,7 +17,13 @@ from tools.bench.engine.figures import (
     make_shapes,
     parse_numbers,
 )
-from tools.bench.engine.report import make_report, memory_rows, render_tables, speed_rows
+from tools.bench.engine.report import (
+    make_report,
+    memory_rows,
+    print_problems,
+    render_tables,
+    speed_rows,
+)
 
 SHORT = Shape("decode", 1, 200)
 WIDE = Shape("decode", 16, 200)
@@ -104,3 +113,6 @@ def test_an_engine_that_failed_is_a_row_of_dashes() -> None:
     assert speed_rows(report)[1:] == [["good", "5.0 (200)"], ["bad", "-"]]
     assert memory_rows(report)[2][3:5] == ["-", "- / -"]
     assert len(render_tables(report)) == 2
+    said = StringIO()
+    print_problems(report, Console(file=said))
+    assert said.getvalue() == "bad: no such file\n"

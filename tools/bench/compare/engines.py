@@ -12,7 +12,7 @@ from tools.bench.compare.goals import judge, ratio_rows, verdict_rows
 from tools.bench.engine.command import own_entries, race
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
-from tools.bench.engine.report import as_table, render_tables, write_report
+from tools.bench.engine.report import as_table, print_problems, render_tables, write_report
 from tools.bench.engine.rounds import Entry
 from tools.bench.peers.models import model_for
 from tools.bench.peers.peer import Peer, engine_environment, environment
@@ -35,6 +35,7 @@ def compare_engines(
         console.print(table)
     console.print(as_table(ratios, "", _RATIO_NOTE))
     console.print(as_table(verdicts, "", _GOAL_NOTE))
+    print_problems(report, console)
     console.print(f"{page.with_name(page.stem + '.json')}\n{page}", soft_wrap=True, highlight=False)
     return 1 if any(facts.problem for facts in report.engines) else 0
 
@@ -43,6 +44,7 @@ def peer_entries(plan: Plan, peers: Sequence[Peer]) -> list[Entry]:
     """Return one entry per peer, its form of the model made if need be."""
     model_dir = resolve_model(plan.model)
     kv_bytes = plan.pool_tokens * kv_token_bytes(model_dir)
+    positions = read_config(model_dir).get("max_position_embeddings")
     entries = []
     for peer in peers:
         options = {
@@ -52,6 +54,7 @@ def peer_entries(plan: Plan, peers: Sequence[Peer]) -> list[Entry]:
             "slots": plan.slots,
             "tokens": plan.pool_tokens,
             "longest": plan.longest,
+            "positions": positions,
         }
         variables = environment(peer, plan.cores, kv_bytes) | engine_environment(peer)
         launch = Launch(

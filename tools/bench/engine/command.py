@@ -15,7 +15,13 @@ from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
-from tools.bench.engine.report import EngineReport, make_report, render_tables, write_report
+from tools.bench.engine.report import (
+    EngineReport,
+    make_report,
+    print_problems,
+    render_tables,
+    write_report,
+)
 from tools.bench.engine.rounds import Entry, Race
 
 _MODULE = "tools.bench.engine.diptych"
@@ -103,6 +109,7 @@ def bench_engine(
     page = write_report(report, out)
     for table in render_tables(report):
         console.print(table)
+    print_problems(report, console)
     console.print(f"{page.with_name(page.stem + '.json')}\n{page}", soft_wrap=True, highlight=False)
     if as_json:
         print(page.with_name(page.stem + ".json").read_text(encoding="utf-8"), end="")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from rich.console import Console
 from rich.table import Table
 
 from tools.bench.engine.figures import Cell, EngineFacts, Growth, Plan, Shape, growth
@@ -96,6 +97,12 @@ def render_tables(report: EngineReport) -> list[Table]:
     ]
 
 
+def print_problems(report: EngineReport, console: Console) -> None:
+    """Say of each engine without figures why it has none."""
+    for line in _problems(report):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
 def write_report(report: EngineReport, base: Path, more: Sequence[tuple[Rows, str]] = ()) -> Path:
     """Write ``base``.json and ``base``.html (returned); ``more`` tables go to the page only."""
     plan = report.plan
@@ -111,10 +118,14 @@ def write_report(report: EngineReport, base: Path, more: Sequence[tuple[Rows, st
         report.title,
         (report.made_at, report.machine, _loads(report), f"{plan.rounds} rounds"),
         [(speed_rows(report), _NOTE), *more, (memory_rows(report), _MEMORY_NOTE)],
-        [f"{facts.name}: {facts.problem}" for facts in report.engines if facts.problem],
+        _problems(report),
         charts,
     )
     return write_files(report, page, base)[1]
+
+
+def _problems(report: EngineReport) -> list[str]:
+    return [f"{facts.name}: {facts.problem}" for facts in report.engines if facts.problem]
 
 
 def as_table(rows: Rows, title: str, caption: str) -> Table:

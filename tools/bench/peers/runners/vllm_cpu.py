@@ -10,15 +10,17 @@ from vllm import LLM, SamplingParams
 
 _WARM_UP = 3
 _MARGIN = 256
-"""Tokens beyond the longest shape: vLLM asks for room for output even where there is none."""
+"""Tokens beyond the longest shape, as far as the model has positions: vLLM asks for room for output
+even where there is none."""
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., object]]:
     """Load the model; prompts seen before stay in the prefix cache, as KV only."""
+    room = options["longest"] + _MARGIN
     llm = LLM(
         model=options["model"],
         dtype="bfloat16",
-        max_model_len=options["longest"] + _MARGIN,
+        max_model_len=min(room, options["positions"] or room),
         max_num_seqs=options["slots"],
         enable_prefix_caching=True,
         disable_log_stats=True,
