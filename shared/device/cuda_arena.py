@@ -1,19 +1,12 @@
 """One worker's KV pool in device memory: a single allocation that peers can map."""
 
-from typing import Final
-
 import torch
 
 from shared.device.cuda_layout import PAGE, Region, canary, cuda_arena_size, regions
 from shared.device.cuda_memory import CupyMemory
 from shared.errors import ResourceMissing
-from shared.kv.layout import KvDtype, KvLayout
-
-_TORCH: Final[dict[KvDtype, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from shared.kv.dtypes import TORCH_DTYPES
+from shared.kv.layout import KvLayout
 
 
 class CudaArena:
@@ -74,4 +67,4 @@ class CudaArena:
         count = self.num_blocks + 1
         flat = self._memory.view(self.address + region.start, count * region.unit)
         shape = (count, self.layout.block_size, heads, dim)
-        return flat.view(_TORCH[self.layout.dtype]).view(shape)
+        return flat.view(TORCH_DTYPES[self.layout.dtype]).view(shape)

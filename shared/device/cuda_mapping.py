@@ -10,7 +10,7 @@ from shared.device.owner import Owner
 from shared.device.pinned import Bytes, address_of
 from shared.errors import IncompatiblePeer, TransferFailed
 from shared.kv.arena import KvArena
-from shared.kv.copy import merge_runs, verify_generations
+from shared.kv.copy import merge_runs, require_places, verify_generations
 from shared.messages.prefill_decode import ArenaDescriptor
 
 PROBE_SLABS: Final = 2
@@ -89,7 +89,12 @@ class CudaMapping:
                 refuses. What was queued before still runs.
         """
         assert self._address is not None
-        self._require(layers, source_blocks, target_blocks)
+        require_places(
+            layers,
+            len(self.pool.layout.layers),
+            (source_blocks, self.num_blocks),
+            (target_blocks, self.pool.num_blocks),
+        )
         runs = list(merge_runs(source_blocks, target_blocks))
         pairs = (
             pair
@@ -147,21 +152,3 @@ class CudaMapping:
                 "the mapped CUDA memory is another arena than announced (the owner restarted?), "
                 "or copies between these GPUs bring wrong bytes"
             )
-
-    def _require(
-        self, layers: range, source_blocks: Sequence[int], target_blocks: Sequence[int]
-    ) -> None:
-        count = len(self.pool.layout.layers)
-        if not 0 <= layers.start <= layers.stop <= count or layers.step != 1:
-            raise TransferFailed(f"{layers} is not a range of {count} layers")
-        if len(source_blocks) != len(target_blocks):
-            raise TransferFailed(
-                f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
-            )
-        for blocks, most in (
-            (source_blocks, self.num_blocks),
-            (target_blocks, self.pool.num_blocks),
-        ):
-            for block in blocks:
-                if not 0 <= block < most:
-                    raise TransferFailed(f"block {block} is not in an arena of {most} blocks")

@@ -18,6 +18,7 @@ import numpy as np
 from shared.device.cuda_pool import CudaPool
 from shared.device.cuda_stream import Mark
 from shared.device.pinned import Bytes, address_of
+from shared.kv.copy import merge_runs
 from shared.transport.bulk.plan import PlannedChunk
 
 LANDING_SLABS: Final = 4
@@ -136,11 +137,6 @@ def _runs(pool: CudaPool, chunk: PlannedChunk, blocks: Sequence[int]) -> Iterato
     for segment in chunk.segments:
         region = pool.regions[segment.layer][segment.part]
         base = pool.address + region.start
-        start = end = -1
-        for block in (*blocks[segment.first : segment.end], -1):
-            if block == end:
-                end += 1
-                continue
-            if end > start:
-                yield base + start * region.unit, (end - start) * region.unit
-            start, end = block, block + 1
+        part = blocks[segment.first : segment.end]
+        for start, _, count in merge_runs(part, range(len(part))):
+            yield base + start * region.unit, count * region.unit

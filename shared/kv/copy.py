@@ -32,14 +32,12 @@ def copy_blocks(
     """
     if source.layout.with_dtype(target.layout.dtype) != target.layout:
         raise IncompatiblePeer("the two KV arenas differ in layout")
-    if not 0 <= layers.start <= layers.stop <= len(source.layout.layers) or layers.step != 1:
-        raise TransferFailed(f"{layers} is not a range of {len(source.layout.layers)} layers")
-    if len(source_blocks) != len(target_blocks):
-        raise TransferFailed(
-            f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
-        )
-    _require_blocks(source, source_blocks)
-    _require_blocks(target, target_blocks)
+    require_places(
+        layers,
+        len(source.layout.layers),
+        (source_blocks, source.num_blocks),
+        (target_blocks, target.num_blocks),
+    )
     owners = [layer for layer in layers if source.layout.owner(layer) == layer]
     if source.layout.dtype != target.layout.dtype:
         lists = [torch.tensor(b, dtype=torch.int64) for b in (source_blocks, target_blocks)]
@@ -91,17 +89,36 @@ def verify_generations(
     """
     if len(blocks) != len(generations):
         raise TransferFailed(f"{len(generations)} generations for {len(blocks)} blocks")
-    _require_blocks(source, blocks)
+    _require_blocks(blocks, source.num_blocks)
     now = source.generations[list(blocks)].tolist()
     return [
         block for block, seen, told in zip(blocks, now, generations, strict=True) if seen != told
     ]
 
 
-def _require_blocks(arena: KvArena, blocks: Sequence[int]) -> None:
+def require_places(
+    layers: range,
+    num_layers: int,
+    source: tuple[Sequence[int], int],
+    target: tuple[Sequence[int], int],
+) -> None:
+    """Check what a copy names; ``source`` and ``target`` are blocks and the pool's number of them.
+
+    Raises:
+        TransferFailed: a layer or block does not exist, or the lists differ in length.
+    """
+    if not 0 <= layers.start <= layers.stop <= num_layers or layers.step != 1:
+        raise TransferFailed(f"{layers} is not a range of {num_layers} layers")
+    if len(source[0]) != len(target[0]):
+        raise TransferFailed(f"{len(source[0])} source blocks for {len(target[0])} target blocks")
+    _require_blocks(*source)
+    _require_blocks(*target)
+
+
+def _require_blocks(blocks: Sequence[int], num_blocks: int) -> None:
     for block in blocks:
-        if not 0 <= block < arena.num_blocks:
-            raise TransferFailed(f"block {block} is not in an arena of {arena.num_blocks} blocks")
+        if not 0 <= block < num_blocks:
+            raise TransferFailed(f"block {block} is not in an arena of {num_blocks} blocks")
 
 
 def merge_runs(
