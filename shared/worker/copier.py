@@ -2,17 +2,17 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from shared.errors import DiptychError, ErrorPayload, TransferFailed
+from shared.errors import DiptychError, TransferFailed
 from shared.kv.arena import KvArena
 from shared.kv.copy import copy_blocks, verify_generations
 from shared.messages.prefill_decode import ArenaDescriptor
 from shared.transport.bulk.faults import FaultyCopies
+from shared.worker.copy_outcome import copy_failed, harm, outcome_of
 from shared.worker.effects import Copy
-from shared.worker.events import Copied, CopyFailed, Event, SourceKey, SourceLost
+from shared.worker.events import Event, SourceKey, SourceLost
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Copier:
             self._tell(SourceLost(source, error.payload()))
         except Exception as error:
             log.exception("mapping the arena of %s failed", source.worker)
-            self._tell(SourceLost(source, _failed(error)))
+            self._tell(SourceLost(source, copy_failed(error)))
 
     def _unmap(self, source: SourceKey) -> None:
         arena = self._arenas.pop(source, None)
@@ -79,37 +79,15 @@ class Copier:
             arena.close()
 
     def _copy(self, job: Copy) -> None:
-        begun = time.monotonic()
-        try:
-            arena = self._arenas.get(job.source)
-            if arena is None:
-                raise TransferFailed(f"the KV of {job.source.worker} is not mapped")
-            layers = range(job.first_layer, job.end_layer)
-            copied = copy_blocks(arena, self._target, layers, job.source_blocks, job.target_blocks)
-            harm = None if self._faults is None else self._harm(arena)
-            reused = verify_generations(arena, job.source_blocks, job.generations)
-            reused += job.source_blocks[:1] if harm == "stale" else ()
-        except DiptychError as error:
-            self._tell(CopyFailed(job.job, error.payload()))
-            return
-        except Exception as error:
-            log.exception("copy job %d failed", job.job)
-            self._tell(CopyFailed(job.job, _failed(error)))
-            return
-        if reused:
-            text = f"{job.source.worker} used {len(reused)} blocks anew while they were copied"
-            self._tell(CopyFailed(job.job, TransferFailed(text).payload(), len(reused)))
-            return
-        self._tell(Copied(job.job, copied, time.monotonic() - begun))
+        self._tell(outcome_of(job, self._moved))
 
-    def _harm(self, arena: KvArena) -> str | None:
-        """Do what the deployment file asks for to a copy (``faults:``)."""
-        assert self._faults is not None
-        harm = self._faults.after_copy(arena.descriptor().pid)
-        if harm == "fail":
-            raise TransferFailed("a fault was injected into the copy (`faults:`)")
-        return harm
-
-
-def _failed(error: Exception) -> ErrorPayload:
-    return TransferFailed(f"the KV copy failed: {type(error).__name__}: {error}").payload()
+    def _moved(self, job: Copy) -> tuple[int, int]:
+        """Return the bytes that came, and how many blocks of them are void."""
+        arena = self._arenas.get(job.source)
+        if arena is None:
+            raise TransferFailed(f"the KV of {job.source.worker} is not mapped")
+        layers = range(job.first_layer, job.end_layer)
+        copied = copy_blocks(arena, self._target, layers, job.source_blocks, job.target_blocks)
+        stale = harm(self._faults, arena.descriptor().pid)
+        reused = verify_generations(arena, job.source_blocks, job.generations)
+        return copied, len(reused) + stale

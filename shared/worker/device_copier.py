@@ -16,7 +16,6 @@ copied to is nobody else's: it was given out after the last step that used it ha
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,8 +26,9 @@ from shared.errors import DeviceLost, DiptychError, ErrorPayload, NoPeerAccess, 
 from shared.messages.fleet import PathReason
 from shared.messages.prefill_decode import ArenaDescriptor
 from shared.transport.bulk.faults import FaultyCopies
+from shared.worker.copy_outcome import copy_failed, harm, outcome_of
 from shared.worker.effects import Copy
-from shared.worker.events import Copied, CopyFailed, Event, SourceKey
+from shared.worker.events import Event, SourceKey
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class DeviceCopier:
             self._refuse(source, reason, error.payload())
         except Exception as error:
             log.exception("mapping the GPU memory of %s failed", source.worker)
-            self._refuse(source, "cannot_map", _failed(error))
+            self._refuse(source, "cannot_map", copy_failed(error))
         else:
             self._mappings[source] = mapping
             self._loop.call_soon_threadsafe(self._on_mapped, source)
@@ -119,24 +119,12 @@ class DeviceCopier:
             log.exception("unmapping the GPU memory of %s failed", source.worker)
 
     def _copy(self, job: Copy) -> None:
-        begun = time.monotonic()
         try:
-            copied, reused = self._moved(job)
+            outcome = outcome_of(job, self._moved)
         except DeviceLost as error:
             log.error("%s", error.message)
-            return
-        except DiptychError as error:
-            self._tell(CopyFailed(job.job, error.payload()))
-            return
-        except Exception as error:
-            log.exception("copy job %d failed", job.job)
-            self._tell(CopyFailed(job.job, _failed(error)))
-            return
-        if reused:
-            text = f"{job.source.worker} used {reused} blocks anew while they were copied"
-            self._tell(CopyFailed(job.job, TransferFailed(text).payload(), reused))
-            return
-        self._tell(Copied(job.job, copied, time.monotonic() - begun))
+        else:
+            self._tell(outcome)
 
     def _moved(self, job: Copy) -> tuple[int, int]:
         """Return the bytes that came, and how many blocks of them are void."""
@@ -149,18 +137,6 @@ class DeviceCopier:
         finally:
             # On an error, too: the blocks are given out again as soon as it is answered.
             self._stream.wait()
-        harm = None if self._faults is None else self._harm(mapping.owner.pid)
+        stale = harm(self._faults, mapping.owner.pid)
         reused = len(mapping.changed(job.source_blocks, job.generations))
-        return copied, reused + (harm == "stale")
-
-    def _harm(self, pid: int) -> str | None:
-        """Do what the deployment file asks for to a copy (``faults:``)."""
-        assert self._faults is not None
-        harm = self._faults.after_copy(pid)
-        if harm == "fail":
-            raise TransferFailed("a fault was injected into the copy (`faults:`)")
-        return harm
-
-
-def _failed(error: Exception) -> ErrorPayload:
-    return TransferFailed(f"the KV copy failed: {type(error).__name__}: {error}").payload()
+        return copied, reused + stale
