@@ -14,10 +14,10 @@ from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kv.codecs.frame import CodecName
 from shared.kv.layout import KvDtype
 from shared.transport.bulk.fetches import Failed
-from shared.transport.bulk.reader import Fetched, FetchJob
+from shared.transport.bulk.reader import Fetched
 from tests.transport.harness import Context
 from tests.transport.test_bulk_codecs import TOKENS
-from tests.transport.test_bulk_link import BLOCKS, CHUNKS, DEADLINE, FAST, LAYOUT, SOURCE, Ends
+from tests.transport.test_bulk_link import BLOCKS, CHUNKS, FAST, LAYOUT, Ends
 
 DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 STEP = 0.04  # of int8, of numbers up to 5: a fused product rounds ties otherwise
@@ -104,20 +104,7 @@ def test_a_chunk_that_never_verifies_leaves_the_pool_as_it_was(ends: Ends) -> No
 def test_blocks_that_were_used_anew_are_refused(ends: Ends) -> None:
     """Guards KV of another request under the old block number (32)."""
     assert ends.open(ends.serve()).error is None
-    generations = tuple(int(g) for g in ends.source.generations[:8])
-    ends.source.generations[3] += 1
-    ends.reader.fetch(
-        FetchJob(
-            job=9,
-            source=SOURCE,
-            first_layer=0,
-            end_layer=3,
-            source_blocks=tuple(range(8)),
-            generations=generations,
-            target_blocks=tuple(range(8, 16)),
-        )
-    )
-    outcome = ends.outcomes.get(timeout=DEADLINE)
+    outcome = ends.fetch_used_anew()
     assert isinstance(outcome, Failed) and outcome.reused == 1
 
 

@@ -146,6 +146,23 @@ class Ends:
         assert isinstance(outcome, Fetched | Failed)
         return outcome
 
+    def fetch_used_anew(self) -> Outcome[SourceKey]:
+        """Fetch eight blocks, one of which is given out again after its generation was told."""
+        generations = tuple(int(g) for g in self.source.generations[:8])
+        self.source.generations[3] += 1
+        self.reader.fetch(
+            FetchJob(
+                job=9,
+                source=SOURCE,
+                first_layer=0,
+                end_layer=3,
+                source_blocks=tuple(range(8)),
+                generations=generations,
+                target_blocks=tuple(range(8, 16)),
+            )
+        )
+        return self.outcomes.get(timeout=DEADLINE)
+
     def equal(self, blocks: range = range(8), shift: int = 8) -> bool:
         return all(
             np.array_equal(theirs[b], ours[(b + shift) % BLOCKS])
@@ -240,20 +257,7 @@ def test_a_fault_without_end_is_a_named_error(ends: Ends, kind: str, words: str)
 def test_blocks_that_were_used_anew_are_refused(ends: Ends) -> None:
     """Guards KV of another request under the old block number (32)."""
     assert ends.open(ends.serve()).error is None
-    generations = tuple(int(g) for g in ends.source.generations[:8])
-    ends.source.generations[3] += 1
-    ends.reader.fetch(
-        FetchJob(
-            job=9,
-            source=SOURCE,
-            first_layer=0,
-            end_layer=3,
-            source_blocks=tuple(range(8)),
-            generations=generations,
-            target_blocks=tuple(range(8, 16)),
-        )
-    )
-    outcome = ends.outcomes.get(timeout=DEADLINE)
+    outcome = ends.fetch_used_anew()
     assert isinstance(outcome, Failed) and outcome.reused == 1
 
 

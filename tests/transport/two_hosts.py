@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from shared.transport.security import generate_keys
-from tests.transport.worker_rig import Rig, make_config
+from tests.transport.worker_rig import Rig, make_config, running
 from tools.slow_link.hosts import Hosts
 
 Runner = Callable[[Coroutine[object, object, None]], None]
@@ -71,16 +71,5 @@ async def with_hosts(
 ) -> None:
     """Run a test with one prefill and one decode worker that both said hello."""
     router = TwoHosts(directory, model, hosts, transfer)
-    try:
-        router.start("prefill-0")
-        router.start("decode-0")
-        await router.ready("prefill-0", "decode-0")
+    async with running(router, "prefill-0", "decode-0"):
         await test(router)
-    except BaseException:
-        for process in router.processes.values():
-            process.kill()
-            process.communicate()
-        router.processes.clear()
-        raise
-    finally:
-        await router.close()

@@ -291,11 +291,18 @@ class Rig:
 async def rig(config: Path, *names: str, launch: tuple[str, ...] = ("-m",)) -> AsyncIterator[Rig]:
     """Run these workers under a scripted router; ``launch`` is what Python gets before a module."""
     router = Rig(config, launch)
+    async with running(router, *names):
+        yield router
+
+
+@asynccontextmanager
+async def running(router: Rig, *names: str) -> AsyncIterator[None]:
+    """Start these workers, wait until they said hello, and end them."""
     try:
         for name in names:
             router.start(name)
         await router.ready(*names)
-        yield router
+        yield
     except BaseException:
         for process in router.processes.values():
             process.kill()
