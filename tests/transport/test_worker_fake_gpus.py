@@ -53,6 +53,9 @@ def test_a_pair_on_gpus_equals_the_reference_also_after_a_kill(
                 assert await router.output(second) == reference(model, prompt, 8)
             await nothing_is_left(router, "decode-0", "prefill-1")
             peer = router.hellos[WorkerId("decode-0")][0]
+            # Counters of pairs come with the next report, later than the load that is settled.
+            last = router.reports[peer]
+            await router.until(lambda: router.reports[peer] is not last)
             pair = next(p for p in router.reports[peer].pairs if p.source == "prefill-1")
             assert (pair.path, pair.reason) == ("ipc", "self_test")
             assert pair.transfers == 1 + len(prompts()) and pair.failed == 0
