@@ -212,7 +212,8 @@ struct StackCall {
   float* x;          // [tokens][hidden], updated in place
   const float* cos;  // [tokens][rotary / 2]
   const float* sin;
-  char* scratch;  // stack_scratch bytes, 64-byte aligned
+  char* scratch;  // stack_sizes' total of bytes, 64-byte aligned
+  int threads;    // at most as many run this
 };
 
 struct HeadCall {  // logits of chosen rows: final norm and output projection
@@ -251,7 +252,5 @@ struct Kernels {
 const Kernels* best_kernels();                 // chosen once by cpuid
 const Kernels* find_kernels(const char* name); // null where absent or the CPU cannot run it
 long attention_scratch(const Attention&, const Plan&, int threads);
-long stack_scratch(const StackCall&, int threads);
-long head_scratch(const HeadCall&);
 
 }  // namespace diptych

@@ -35,26 +35,37 @@ struct PairedBF16 {
   }
 };
 #endif
-// Sums of kLanes vectors, as one vector.
-DIPTYCH_INLINE VF sum_each(const VF* v) {
+struct Plus {
+  static DIPTYCH_INLINE VF of(VF a, VF b) { return a + b; }
+  static DIPTYCH_INLINE float lanes(VF x) { return sum_lanes(x); }
+};
+struct Larger {
+  static DIPTYCH_INLINE VF of(VF a, VF b) { return larger(a, b); }
+  static DIPTYCH_INLINE float lanes(VF x) { return max_lanes(x); }
+};
+
+// Sums, or largest elements, of kLanes vectors, as one vector.
+template <class Op>
+DIPTYCH_INLINE VF fold_each(const VF* v) {
 #if defined(__AVX512F__)
+  auto fold = [](__m512 x, __m512 y) { return (__m512)Op::of((VF)x, (VF)y); };
   __m512 quad[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m512 a = (__m512)v[4 * i], b = (__m512)v[4 * i + 1];
     __m512 c = (__m512)v[4 * i + 2], d = (__m512)v[4 * i + 3];
-    __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
-    __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
-    quad[i] = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd);
+    __m512d ab = (__m512d)fold(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512d cd = (__m512d)fold(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    quad[i] = fold((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
   }
-  __m512 low = _mm512_shuffle_f32x4(quad[0], quad[1], 0x88) +
-               _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd);
-  __m512 high = _mm512_shuffle_f32x4(quad[2], quad[3], 0x88) +
-                _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd);
-  return (VF)(_mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd));
+  __m512 low = fold(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88),
+                    _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
+  __m512 high = fold(_mm512_shuffle_f32x4(quad[2], quad[3], 0x88),
+                     _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd));
+  return (VF)fold(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 #else
   VF out;
-  for (int i = 0; i < kLanes; ++i) out[i] = sum_lanes(v[i]);
+  for (int i = 0; i < kLanes; ++i) out[i] = Op::lanes(v[i]);
   return out;
 #endif
 }
@@ -87,7 +98,7 @@ DIPTYCH_INLINE void dot_keys(const char* k, const long* offsets, long count, lon
   }
   for (int g = 0; g < G; ++g) {
     for (long i = count; i < kLanes; ++i) parts[g][i] = VF{};
-    VF sums = sum_each(parts[g]);
+    VF sums = fold_each<Plus>(parts[g]);
     if constexpr (M::kTail > 0)
       sums *= load(scales) * load_one(q + (g + 1) * q_stride - kQueryTail);
     store(scores + g * ld, sums);

@@ -3,14 +3,43 @@
 // tokens (row = head * tokens + token), so that packed keys and values serve the whole group.
 #pragma once
 
+#include "amx.h"
 #include "attn_decode.h"
 #include "pack.h"
 
 namespace diptych {
 namespace DIPTYCH_TIER {
 
+// out[row][0 … 31] = a[row] * block, or, with `fade`, added to fade[row] times its old value.
+template <class D>
+struct Product {
+  static constexpr int kRows = kTileRows;
+  static void run(int height, const char* a, long lda, const char* block, long steps, float* out,
+                  long ldo, const float* fade) {
+    tile_of<D>(height, a, lda, block, steps, reinterpret_cast<char*>(out), ldo, fade);
+  }
+};
+#if defined(DIPTYCH_AMX)
+template <>
+struct Product<DotBF16> {
+  static constexpr int kRows = kMatrixRows;
+  MatrixUnit unit;
+  void run(int height, const char* a, long lda, const char* block, long steps, float* out, long ldo,
+           const float* fade) {
+    for (int r = 0; fade && r < height; ++r) {
+      if (fade[r] == 1.0f) continue;  // most often: the largest score came early
+      for (long c = 0; c < kBlockCols; c += kLanes)
+        store(out + r * ldo + c, load(out + r * ldo + c) * fade[r]);
+    }
+    MatrixTile tile{a, lda, block, steps, reinterpret_cast<char*>(out), ldo * 4, fade != nullptr};
+    matrix_bf16(unit, height, tile, [] {});
+  }
+};
+#endif
+
 template <class D>
 struct PrefillMemory {
+  Product<D> product;
   char *q, *keys, *values, *weights;
   long* offsets;
   float *scores, *sums, *max, *total;  // total: kLanes partial sums per row
@@ -32,83 +61,130 @@ struct PrefillMemory {
 // Visible columns [low, high) of the key tile starting at `base` for a row.
 struct Span {
   long low, high;
-  Span(long last, long window, long base, long count)
-      : low(window > 0 ? max_of(0, last - window + 1 - base) : 0),
-        high(min_of(count, last + 1 - base)) {}
 };
-
-DIPTYCH_INLINE VF hide(VF x, long col, const Span& span) {
-  VI at = lane_numbers() + int32_t(col);
-  x = at < int32_t(span.low) ? splat(kNone) : x;
-  return at < int32_t(span.high) ? x : splat(kNone);
+DIPTYCH_INLINE Span span_of(long last, long window, long base, long count) {
+  return {window > 0 ? max_of(0, last - window + 1 - base) : 0, min_of(count, last + 1 - base)};
 }
 
-// One row of scores [first, end) to weights; returns the factor by which older sums fade.
-template <class D>
-inline float soften_row(float* scores, char* weights, long first, long end, const Span& span,
-                        const ScoreScale& scale, float* max, float* total) {
-  bool masked = span.low > first || span.high < end;
-  bool simple = !masked && scale.cap == 0.0f && scale.factor > 0.0f;
+// `x` where the columns from `col` on are visible, else `other`.
+DIPTYCH_INLINE VF visible(VF x, long col, const Span& span, float other) {
+  if (col >= span.low && col + kLanes <= span.high) return x;
+  VI at = lane_numbers() + int32_t(col);
+  x = at < int32_t(span.low) ? splat(other) : x;
+  return at < int32_t(span.high) ? x : splat(other);
+}
+
+// The columns of a key tile that any row sees, [first, end), and what their scores are multiplied
+// by; where that is not all there is to it, `top_of_row` scales them before.
+struct Columns {
+  long first, end;
+  bool scale_first;
+  float factor;
+  Columns(long low, long high, const ScoreScale& scale)
+      : first(low / 32 * 32),
+        end((high + 31) / 32 * 32),
+        scale_first(scale.cap != 0.0f || scale.factor <= 0.0f),
+        factor(scale_first ? 1.0f : scale.factor) {}
+};
+
+// Largest visible score of a row, as a vector.
+DIPTYCH_INLINE VF top_of_row(float* scores, const Columns& columns, const Span& span,
+                             const ScoreScale& scale) {
   VF top = splat(kNone);
-  for (long c = first; c < end; c += kLanes) {
+  for (long c = columns.first; c < columns.end; c += kLanes) {
     VF x = load(scores + c);
-    if (!simple) {
+    if (columns.scale_first) {
       x = scale.of(x);
-      if (masked) x = hide(x, c, span);
       store(scores + c, x);
     }
-    top = larger(x, top);
+    top = larger(visible(x, c, span, kNone), top);
   }
-  float factor = simple ? scale.factor : 1.0f;
-  float old = *max, now = max_lanes(top) * factor;
-  if (!(now > old)) now = old;
-  float base = now == kNone ? 0.0f : now;
-  VF sum = {};
-  for (long c = first; c < end; c += kLanes) {
-    VF w = exp2_of<D::kKind == Kind::BF16>(load(scores + c) * factor - base);
-    sum += w;
-    if (D::kKind == Kind::BF16)
+  return top;
+}
+
+// A row of scores to weights 2^(score * factor - base), 0 where nothing is visible; returns their
+// sum as a vector. A weight depends on its own score only, not on what else is in the tile.
+template <class D>
+DIPTYCH_INLINE VF weigh_row(const float* scores, char* weights, const Columns& columns,
+                            const Span& span, float base) {
+  VF sum = {}, factor = splat(columns.factor), lowest = splat((base - 126.0f) / columns.factor);
+  for (long c = columns.first; c < columns.end; c += kLanes) {
+    VF x = load(scores + c);
+    if constexpr (D::kKind == Kind::BF16) {
+      VF w = visible(exp2_scaled(x, factor, splat(base), lowest), c, span, 0.0f);
+      sum += w;
       MemBF16::put(weights + c * 2, w);
-    else
+    } else {
+      VF w = visible(exp2_of(x * factor - base), c, span, 0.0f);
+      sum += w;
       store(weights + c * 4, w);
+    }
   }
-  float fade = now == old ? 1.0f : exp2_one(old - base);
-  *max = now;
-  store(total, load(total) * fade + sum);
-  return fade;
+  return sum;
+}
+
+// Up to kLanes rows of a tile; arrays begin at the first of them.
+struct SoftRows {
+  long count;
+  const Span* spans;
+  float* scores;
+  char* weights;
+  float *max, *total;
+  float* fade;  // gets what the older sums are to be multiplied by
+};
+
+// Scores to weights 2^(score - max), where `max` is rounded to an integer: one near it will do.
+template <class D>
+inline void soften_rows(const SoftRows& rows, const Columns& columns, const ScoreScale& scale) {
+  constexpr long kSize = D::kKind == Kind::BF16 ? 2 : 4;
+  VF tops[kLanes];
+  for (long i = 0; i < kLanes; ++i) tops[i] = splat(kNone);
+  for (long i = 0; i < rows.count; ++i)
+    tops[i] = top_of_row(rows.scores + i * kKeyTile, columns, rows.spans[i], scale);
+  VF top = fold_each<Larger>(tops) * columns.factor, old = load(rows.max);
+  VF now = larger((top + kRounder) - kRounder, old);
+  VF bases = now == kNone ? VF{} : now, fades = exp2_of(old - bases);
+  store(rows.max, now);
+  store(rows.fade, fades);
+  for (long i = 0; i < rows.count; ++i) {
+    VF sum = weigh_row<D>(rows.scores + i * kKeyTile, rows.weights + i * kKeyTile * kSize, columns,
+                          rows.spans[i], bases[i]);
+    float* total = rows.total + i * 16;
+    store(total, load(total) * fades[i] + sum);
+  }
 }
 
 // Rows [row, row + height) against the packed tile of keys base … base + count.
 template <class D>
-inline void tile_rows(const Attention& a, const PrefillMemory<D>& m, const AttentionSizes& sizes,
+inline void tile_rows(const Attention& a, PrefillMemory<D>& m, const AttentionSizes& sizes,
                       const ScoreScale& scale, long row, int height, long base, long count) {
   constexpr long kPer = D::kKind == Kind::BF16 ? 2 : 1;
   constexpr long kSize = D::kKind == Kind::BF16 ? 2 : 4;
+  constexpr int kRows = (Product<D>::kRows + kLanes - 1) / kLanes * kLanes;
+  Span spans[kRows];
   long low = kKeyTile, high = 0;
   for (int r = 0; r < height; ++r) {
-    Span span(m.last[row + r], a.window, base, count);
-    if (span.high <= span.low) continue;
-    low = min_of(low, span.low);
-    high = max_of(high, span.high);
+    spans[r] = span_of(m.last[row + r], a.window, base, count);
+    if (spans[r].high <= spans[r].low) continue;
+    low = min_of(low, spans[r].low);
+    high = max_of(high, spans[r].high);
   }
   if (high <= low) return;
-  long first = low / 32 * 32, end = (high + 31) / 32 * 32;
-  long steps = steps_of(D::kKind, a.pool.k_dim);
+  Columns columns(low, high, scale);
+  long first = columns.first, end = columns.end, steps = steps_of(D::kKind, a.pool.k_dim);
   for (long c = first; c < end; c += 32)
-    tile_of<D>(height, m.q + row * sizes.q_stride, sizes.q_stride,
-               m.keys + c / 32 * steps * kStepBytes, steps, reinterpret_cast<char*>(m.scores + c),
-               kKeyTile, nullptr);
-  float fade[kTileRows];
-  for (int r = 0; r < height; ++r) {
-    Span span(m.last[row + r], a.window, base, count);
-    fade[r] = soften_row<D>(m.scores + r * kKeyTile, m.weights + r * kKeyTile * kSize, first, end,
-                            span, scale, m.max + row + r, m.total + (row + r) * 16);
-  }
+    m.product.run(height, m.q + row * sizes.q_stride, sizes.q_stride,
+                  m.keys + c / 32 * steps * kStepBytes, steps, m.scores + c, kKeyTile, nullptr);
+  float fade[kRows];
+  for (int r = 0; r < height; r += kLanes)
+    soften_rows<D>(SoftRows{min_of(kLanes, height - r), spans + r, m.scores + r * kKeyTile,
+                            m.weights + r * kKeyTile * kSize, m.max + row + r,
+                            m.total + (row + r) * 16, fade + r},
+                   columns, scale);
   for (long d = 0; d < a.pool.v_dim; d += 32)
-    tile_of<D>(height, m.weights + first * kSize, kKeyTile * kSize,
-               m.values + (d / 32 * kKeyTile + first) / kPer * kStepBytes, (end - first) / kPer,
-               reinterpret_cast<char*>(m.sums + row * sizes.sum_stride + d), sizes.sum_stride,
-               fade);
+    m.product.run(height, m.weights + first * kSize, kKeyTile * kSize,
+                  m.values + (d / 32 * kKeyTile + first) / kPer * kStepBytes, (end - first) / kPer,
+                  m.sums + row * sizes.sum_stride + d, sizes.sum_stride, fade);
 }
 
 template <class D, class M>
@@ -134,10 +210,12 @@ inline void prefill_item(const Attention& a, const Batch& batch, const Item& ite
   ScoreScale scale(a);
   long end = first_key + tokens;
   long start = a.window > 0 ? max_of(0, first_key - a.window + 1) : 0;
-  long tiles = (rows + kTileRows - 1) / kTileRows;
-  for (long base = start; base < end; base += kKeyTile) {
-    long count = min_of(kKeyTile, end - base);
-    fill_offsets(pool, batch, item.seq, base, base + count, kv_head, m.offsets);
+  long tiles = (rows + Product<D>::kRows - 1) / Product<D>::kRows;
+  // Tiles begin where they would for any other rows of the sequence: sums do not depend on chunks.
+  for (long base = start / kKeyTile * kKeyTile; base < end; base += kKeyTile) {
+    long count = min_of(kKeyTile, end - base), unseen = max_of(0, start - base);
+    for (long i = 0; i < unseen; ++i) m.offsets[i] = -1;
+    fill_offsets(pool, batch, item.seq, base + unseen, base + count, kv_head, m.offsets + unseen);
     pack_keys<D, M>(pool.k, m.offsets, count, pool.k_dim, m.keys);
     pack_values<D, M>(pool.v, m.offsets, count, pool.v_dim, m.values);
     for (long t = 0; t < tiles; ++t) {

@@ -13,7 +13,7 @@ constexpr long kScoreStride = kPartition + 16;
 constexpr long kQueryTail = 64;   // behind a query of integers: its scale
 constexpr long kKeyTile = 128;    // keys packed at a time in prefill
 constexpr long kQueryRows = 192;  // rows (tokens * query heads of a group) of a prefill item
-constexpr long kRowPad = 16;      // at least the tallest tile
+constexpr long kRowPad = 32;      // at least the tallest tile
 
 struct AttentionSizes {  // offsets in bytes from the start of a thread's region
   long q_stride;         // bytes between query heads or rows

@@ -1,5 +1,10 @@
 // Which tiers were compiled in and which of them this CPU can run.
 #include <string.h>
+#if defined(DIPTYCH_X86) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "api.h"
 
@@ -18,9 +23,26 @@ extern const Kernels kernels;
 namespace avx512bf16 {
 extern const Kernels kernels;
 }
+namespace amx {
+extern const Kernels kernels;
+}
 #endif
 
 namespace {
+
+// Whether the CPU has tiles of bf16 and int8, and the kernel lets this process use them, which it
+// must ask for (Linux, Documentation/arch/x86/xstate.rst).
+bool may_use_amx() {
+#if defined(DIPTYCH_X86) && defined(__linux__)
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // amx-bf16, amx-tile, amx-int8
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, its feature
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 struct Tier {
   const Kernels* kernels;
@@ -28,7 +50,7 @@ struct Tier {
 };
 
 struct Tiers {
-  Tier best_first[4] = {};
+  Tier best_first[5] = {};
   int count = 0;
 
   Tiers() {
@@ -39,7 +61,9 @@ struct Tiers {
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-    best_first[count++] = {&avx512bf16::kernels, avx512 && __builtin_cpu_supports("avx512bf16")};
+    bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    best_first[count++] = {&amx::kernels, bf16 && may_use_amx()};
+    best_first[count++] = {&avx512bf16::kernels, bf16};
     best_first[count++] = {&avx512::kernels, avx512};
     best_first[count++] = {&avx2::kernels, avx2};
 #endif

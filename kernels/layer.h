@@ -1,6 +1,6 @@
 // A run of Llama-family decoder layers without leaving the crew: norm, qkv, (q/k norm), rotary,
 // KV write, attention, output projection, residual, norm, SwiGLU, residual. The residual stream
-// stays fp32. Row work goes through chunks of kChunkRows so that scratch does not grow with the
+// stays fp32. Row work goes through chunks (layer_sizes.h) so that scratch does not grow with the
 // step beyond queries and attention results.
 #pragma once
 
@@ -40,20 +40,58 @@ DIPTYCH_INLINE void rotate_head(float* x, long rotary, const float* cos, const f
 struct StackRun {
   const StackCall& call;
   StackSizes sizes;
-  float *qkv, *q, *attended;
-  char *inner, *attention;
+  float *q, *attended;
+  char* attention;
 
-  StackRun(const StackCall& c, int threads) : call(c), sizes(stack_sizes(c, threads)) {
-    qkv = reinterpret_cast<float*>(c.scratch + sizes.qkv);
-    inner = c.scratch + sizes.inner;
+  explicit StackRun(const StackCall& c) : call(c), sizes(stack_sizes(c)) {
     q = reinterpret_cast<float*>(c.scratch + sizes.q);
     attended = reinterpret_cast<float*>(c.scratch + sizes.attended);
     attention = c.scratch + sizes.attention;
   }
-  Rows rows_for(Kind kind) const {
-    return Rows{kind, reinterpret_cast<uint8_t*>(call.scratch + sizes.rows)};
+};
+
+// Memory for the rows that a crew, or one thread of it alone, works on between two attentions.
+struct Workspace {
+  float* qkv;
+  char* inner;
+  uint8_t* rows;
+
+  Workspace(const StackRun& run, int number) {
+    char* first = run.call.scratch + number * run.sizes.workspace;
+    qkv = reinterpret_cast<float*>(first + run.sizes.qkv);
+    inner = first + run.sizes.inner;
+    rows = reinterpret_cast<uint8_t*>(first + run.sizes.rows);
+  }
+  // Prepare the input of `linear` and multiply.
+  void project(const Crew& crew, const Linear& linear, const Matrix& in, long count,
+               const Norm* norm, const Output& out) const {
+    Rows prepared{linear.kind, rows};
+    run_prepare(crew, in, count, linear.inputs, norm, prepared);
+    run_linear(crew, linear, prepared, count, out);
   }
 };
+
+// f(crew, workspace, first row, count) for all rows of the step.
+template <class F>
+DIPTYCH_INLINE void each_chunk(const Crew& crew, const StackRun& run, F&& f) {
+  long tokens = run.call.batch.tokens, chunk = run.sizes.chunk;
+  if (!run.sizes.own) {
+    for (long first = 0; first < tokens; first += chunk)
+      f(crew, Workspace(run, 0), first, min_of(chunk, tokens - first));
+    return;
+  }
+  Team team;
+  Crew alone{&team, 0, 1};
+  Workspace space(run, crew.tid);
+  // As many units for each thread, of nearly equal size.
+  long rounds = (tokens + chunk * crew.threads - 1) / (chunk * crew.threads);
+  long units = rounds * crew.threads;
+  for (long unit; (unit = crew.next()) < units;) {
+    long first = unit * tokens / units, last = (unit + 1) * tokens / units;
+    f(alone, space, first, last - first);
+  }
+  crew.sync();
+}
 
 // Sequence and position of a packed row.
 struct Place {
@@ -104,41 +142,43 @@ inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights&
                       const Pool& pool, const Plan& plan) {
   const StackCall& call = run.call;
   const StackShape& s = call.shape;
-  long tokens = call.batch.tokens, width = (s.heads + 2 * s.kv_heads) * s.head_dim;
-  long q_width = s.heads * s.head_dim;
-  Store inner = kept_for(w.down.kind);
-  // Prepare the input of `linear` and multiply.
-  auto project = [&](const Linear& linear, const Matrix& in, long count, const Norm* norm,
-                     const Output& out) {
-    Rows rows = run.rows_for(linear.kind);
-    run_prepare(crew, in, count, linear.inputs, norm, rows);
-    run_linear(crew, linear, rows, count, out);
-  };
-  for (long first = 0; first < tokens; first += kChunkRows) {
-    long count = min_of(kChunkRows, tokens - first);
+  long width = (s.heads + 2 * s.kv_heads) * s.head_dim, q_width = s.heads * s.head_dim;
+  each_chunk(crew, run, [&](const Crew& team, const Workspace& space, long first, long count) {
     Matrix x{Store::F32, call.x + first * s.hidden, s.hidden};
-    project(w.qkv, x, count, &w.attention_norm,
-            Output{Finish::Write, Store::F32, run.qkv, width, width});
-    each_row(crew, count,
-             [&](long row) { place_row(run, w, pool, first + row, run.qkv + row * width); });
-  }
+    space.project(team, w.qkv, x, count, &w.attention_norm,
+                  Output{Finish::Write, Store::F32, space.qkv, width, width});
+    each_row(team, count, [&](long row) {
+      place_row(run, w, pool, first + row, space.qkv + row * width);
+    });
+  });
   Attention a{pool,         s.heads,      run.q, Store::F32, q_width,  s.head_dim,
               run.attended, Store::F32,   s.scaling, 0.0f,   w.window, nullptr};
   run_attention(crew, a, call.batch, plan, run.attention);
-  for (long first = 0; first < tokens; first += kChunkRows) {
-    long count = min_of(kChunkRows, tokens - first);
+  Store inner = kept_for(w.down.kind);
+  // In bf16 the gate's results already are the rows that `down` multiplies.
+  bool ready = w.down.kind == Kind::BF16;
+  long inner_width = ready ? row_bytes(Kind::BF16, s.inter) / 2 : s.inter;
+  each_chunk(crew, run, [&](const Crew& team, const Workspace& space, long first, long count) {
     float* x = call.x + first * s.hidden;
     Output residual{Finish::Add, Store::F32, x, s.hidden, s.hidden};
     Matrix attended{Store::F32, run.attended + first * q_width, q_width};
-    project(w.o, attended, count, nullptr, residual);
-    project(w.gate_up, Matrix{Store::F32, x, s.hidden}, count, &w.mlp_norm,
-            Output{Finish::Gate, inner, run.inner, s.inter, s.inter});
-    project(w.down, Matrix{inner, run.inner, s.inter}, count, nullptr, residual);
-  }
+    space.project(team, w.o, attended, count, nullptr, residual);
+    if (ready && inner_width > s.inter)
+      each_row(team, count, [&](long row) {
+        memset(space.inner + ((row + 1) * inner_width - 32) * 2, 0, 64);  // holds the padding
+      });
+    space.project(team, w.gate_up, Matrix{Store::F32, x, s.hidden}, count, &w.mlp_norm,
+                  Output{Finish::Gate, inner, space.inner, inner_width, s.inter});
+    if (ready)
+      run_linear(team, w.down, Rows{Kind::BF16, reinterpret_cast<uint8_t*>(space.inner)}, count,
+                 residual);
+    else
+      space.project(team, w.down, Matrix{inner, space.inner, s.inter}, count, nullptr, residual);
+  });
 }
 
 inline void run_stack(const Crew& crew, const StackCall& call) {
-  StackRun run(call, crew.threads);
+  StackRun run(call);
   for (long i = 0; i < call.count; ++i)
     run_layer(crew, run, call.layers[i], call.pools[i], *call.plans[i]);
 }

@@ -5,10 +5,19 @@
 
 namespace diptych {
 
+// Rows of a step that are between two attentions at a time: shared by all threads, each of which
+// multiplies them by some of the weights, or, of long steps, `kOwnRows` of each thread's own, which
+// stay in its cache from the norm to the end and wait for nobody.
 constexpr long kChunkRows = 512;
+constexpr long kOwnRows = 512;
+constexpr long kFewestOwnRows = 128;        // fewer would reread weights too often
+constexpr long kOwnBytes = 64 << 20;        // more would be too much memory: many threads, wide rows
 
 struct StackSizes {  // offsets in bytes
-  long qkv, inner, q, attended, rows, attention, total;
+  long qkv, inner, rows;     // in a workspace of `chunk` rows
+  long chunk, workspace;     // bytes of one; there is one, or one per thread
+  bool own;                  // each thread has rows of its own
+  long q, attended, attention, total;
 };
 
 static inline long largest_partials(const StackCall& call) {
@@ -18,25 +27,35 @@ static inline long largest_partials(const StackCall& call) {
   return most;
 }
 
-static inline StackSizes stack_sizes(const StackCall& call, int threads) {
+// Offsets of a workspace of `chunk` rows; the size of one.
+static inline long workspace_sizes(const StackShape& s, long chunk, StackSizes& z) {
+  long q_width = s.heads * s.head_dim;
+  long widest = s.hidden > s.inter ? s.hidden : s.inter;
+  if (q_width > widest) widest = q_width;
+  long row = row_bytes(Kind::F32, widest), small = row_bytes(Kind::I8A16, widest);
+  z.chunk = chunk;
+  z.qkv = 0;
+  z.inner = round_up(chunk * (q_width + 2 * s.kv_heads * s.head_dim) * 4, 64);
+  z.rows = z.inner + round_up(chunk * s.inter * 4, 64);
+  z.workspace = z.rows + round_up(chunk * (row > small ? row : small), 64);  // for any kind
+  return z.workspace;
+}
+
+static inline StackSizes stack_sizes(const StackCall& call) {
   const StackShape& s = call.shape;
   StackSizes z = {};
-  long tokens = call.batch.tokens, chunk = tokens < kChunkRows ? tokens : kChunkRows;
-  long end = 0;
+  long tokens = call.batch.tokens, threads = call.threads;
+  z.own = threads > 1 && tokens >= threads * kFewestOwnRows &&
+          threads * workspace_sizes(s, kOwnRows, z) <= kOwnBytes;
+  if (!z.own) workspace_sizes(s, tokens < kChunkRows ? tokens : kChunkRows, z);
+  long end = z.workspace * (z.own ? threads : 1);
   auto take = [&end](long bytes) {
     long at = end;
     end = round_up(end + bytes, 64);
     return at;
   };
-  long q_width = s.heads * s.head_dim;
-  long widest = s.hidden > s.inter ? s.hidden : s.inter;
-  if (q_width > widest) widest = q_width;
-  z.qkv = take(chunk * (q_width + 2 * s.kv_heads * s.head_dim) * 4);
-  z.inner = take(chunk * s.inter * 4);
-  z.q = take(tokens * q_width * 4);
-  z.attended = take(tokens * q_width * 4);
-  long row = row_bytes(Kind::F32, widest), small = row_bytes(Kind::I8A16, widest);
-  z.rows = take(chunk * (row > small ? row : small));  // for any kind
+  z.q = take(tokens * s.heads * s.head_dim * 4);
+  z.attended = take(tokens * s.heads * s.head_dim * 4);
   AttentionSizes a = attention_sizes(call.pools[0], s.heads);
   z.attention = take(threads * a.thread_bytes +
                      largest_partials(call) * s.heads * a.partial_stride * 4);

@@ -1,12 +1,12 @@
 // Linear layers on prepared rows, with what follows them fused into the write of each tile.
 #pragma once
 
-#include "tile_grouped.h"
+#include "tile_matrix.h"
 
 namespace diptych {
 namespace DIPTYCH_TIER {
 
-constexpr long kChunkBytes = 384 << 10;  // activations kept in L2 while weights stream past
+constexpr long kChunkBytes = 1 << 20;  // activations kept in L2 while weights stream past
 
 constexpr long kFewRows = 4;
 
@@ -15,38 +15,63 @@ DIPTYCH_INLINE VF with_bias(const char* sums, const Linear& linear, long col) {
   return linear.bias ? y + load(linear.bias + col) : y;
 }
 
+// The last columns, fewer than a vector; apart, so that what calls it needs no stack frame.
+template <class M>
+__attribute__((noinline)) void write_part(bool add, char* p, VF y, long left) {
+  if (add) y += get_part<M>(p, left);
+  put_part<M>(p, y, left);
+}
+
 template <class M>
 DIPTYCH_INLINE void write_vector(const Output& out, long row, long col, VF y) {
   if (col >= out.cols) return;
   char* p = static_cast<char*>(out.data) + (row * out.stride + col) * M::kSize;
-  if (col + kLanes <= out.cols) {
-    if (out.finish == Finish::Add) y += M::get(p);
-    M::put(p, y);
-    return;
-  }
-  if (out.finish == Finish::Add) y += get_part<M>(p, out.cols - col);
-  put_part<M>(p, y, out.cols - col);
+  bool add = out.finish == Finish::Add;
+  if (col + kLanes > out.cols) return write_part<M>(add, p, y, out.cols - col);
+  if (add) y += M::get(p);
+  M::put(p, y);
 }
 
 template <class M>
-DIPTYCH_INLINE void finish_tile(const char* sums, const Linear& linear, long row, int height,
-                                long block, const Output& out) {
-  for (int r = 0; r < height; ++r, sums += kStepBytes) {
-    if (out.finish == Finish::Gate) {
-      for (int v = 0; v < kBlockVecs / 2; ++v) {
-        long lane = v * kLanes;
-        VF gate = with_bias(sums + lane * 4, linear, block * 32 + lane);
-        VF up = with_bias(sums + 64 + lane * 4, linear, block * 32 + 16 + lane);
-        write_vector<M>(out, row + r, block * 16 + lane, silu(gate) * up);
-      }
-      continue;
+DIPTYCH_INLINE void finish_row(const char* sums, const Linear& linear, long row, long block,
+                               const Output& out) {
+  if (out.finish == Finish::Gate) {
+    for (int v = 0; v < kBlockVecs / 2; ++v) {
+      long lane = v * kLanes;
+      VF gate = with_bias(sums + lane * 4, linear, block * 32 + lane);
+      VF up = with_bias(sums + 64 + lane * 4, linear, block * 32 + 16 + lane);
+      write_vector<M>(out, row, block * 16 + lane, silu(gate) * up);
     }
-    for (int v = 0; v < kBlockVecs; ++v) {
-      long col = block * 32 + v * kLanes;
-      write_vector<M>(out, row + r, col, with_bias(sums + v * DIPTYCH_BYTES, linear, col));
-    }
+    return;
+  }
+  for (int v = 0; v < kBlockVecs; ++v) {
+    long col = block * 32 + v * kLanes;
+    write_vector<M>(out, row, col, with_bias(sums + v * DIPTYCH_BYTES, linear, col));
   }
 }
+
+// A tile whose sums are complete and not yet written.
+struct Finished {
+  const Linear& linear;
+  const Output& out;
+  const char* sums = nullptr;
+  long row = 0, block = 0;
+  int left = 0;  // rows, from `row` on
+
+  void next_row() {
+    if (left == 0) return;
+    with_store(out.store, [&](auto to) {
+      finish_row<decltype(to)>(sums, linear, row, block, out);
+    });
+    sums += kStepBytes, ++row, --left;
+  }
+  void all() {
+    with_store(out.store, [&](auto to) {
+      for (; left > 0; sums += kStepBytes, ++row, --left)
+        finish_row<decltype(to)>(sums, linear, row, block, out);
+    });
+  }
+};
 
 // Work is handed out as (chunk of rows, block of columns); the blocks of one chunk follow one
 // another so that the chunk's activations stay in cache.
@@ -60,43 +85,63 @@ inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, 
   long chunk_tiles = max_of(1, min_of(tiles, kChunkBytes / (lda * T::kRows)));
   long chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
   const char* packed = reinterpret_cast<const char*>(linear.packed);
-  alignas(64) char sums[T::kRows * kStepBytes];
+  alignas(64) char sums[1 + T::kOverlaps][T::kRows * kStepBytes];
+  int turn = 0;
+  T tile;
+  Finished before{linear, out};
   for (long unit = crew.next(), after; unit < chunks * blocks; unit = after) {
     after = crew.next();  // known early, so that its weights can be asked for
     long chunk = unit / blocks, block = unit % blocks;
     const char* weights = packed + block * block_size;
     const char* wanted = count <= kFewRows ? nullptr : packed + after % blocks * block_size;
     long first = chunk * chunk_tiles, last = min_of(tiles, first + chunk_tiles);
+    tile.begin(weights, linear.inputs);
     for (long t = first; t < last; ++t) {
-      // Tiles of nearly equal height: 16 rows are 8 + 8, not 14 + 2.
-      long row = t * count / tiles;
-      int height = int((t + 1) * count / tiles - row);
+      long row = T::first_row(t, tiles, count);
+      int height = int(T::first_row(t + 1, tiles, count) - row);
       const char* a = reinterpret_cast<const char*>(rows.data) + row * lda;
-      T::run(height, a, lda, weights, linear.inputs, sums, Ahead{wanted, t - first, last - first});
-      if (out.store == Store::F32)
-        finish_tile<MemF32>(sums, linear, row, height, block, out);
-      else if (out.store == Store::BF16)
-        finish_tile<MemBF16>(sums, linear, row, height, block, out);
+      tile.run(height, a, lda, weights, linear.inputs, sums[turn],
+               Ahead{wanted, t - first, last - first}, [&] { before.next_row(); });
+      before.all();
+      before.sums = sums[turn], before.row = row, before.block = block, before.left = height;
+      if constexpr (T::kOverlaps)
+        turn = 1 - turn;
       else
-        finish_tile<MemF16>(sums, linear, row, height, block, out);
+        before.all();
     }
   }
+  before.all();
   crew.sync();
+}
+
+template <class W, int kPlanes>
+inline void linear_grouped(const Crew& crew, const Linear& linear, const Rows& rows, long count,
+                           const Output& out) {
+#if defined(DIPTYCH_AMX)
+  // Fewer rows are not worth unpacking the weights.
+  if (count >= (kPlanes == 2 ? 16 : 24))
+    return linear_as<MatrixGrouped<W, kPlanes>>(crew, linear, rows, count, out);
+#endif
+  linear_as<TileGrouped<W, kPlanes>>(crew, linear, rows, count, out);
 }
 
 inline void run_linear(const Crew& crew, const Linear& linear, const Rows& rows, long count,
                        const Output& out) {
   switch (linear.kind) {
     case Kind::I8:
-      return linear_as<TileGrouped<Weights8, 1>>(crew, linear, rows, count, out);
+      return linear_grouped<Weights8, 1>(crew, linear, rows, count, out);
     case Kind::I8A16:
-      return linear_as<TileGrouped<Weights8, 2>>(crew, linear, rows, count, out);
+      return linear_grouped<Weights8, 2>(crew, linear, rows, count, out);
     case Kind::I4:
-      return linear_as<TileGrouped<Weights4, 1>>(crew, linear, rows, count, out);
+      return linear_grouped<Weights4, 1>(crew, linear, rows, count, out);
     case Kind::I4A16:
-      return linear_as<TileGrouped<Weights4, 2>>(crew, linear, rows, count, out);
+      return linear_grouped<Weights4, 2>(crew, linear, rows, count, out);
     case Kind::BF16:
+#if defined(DIPTYCH_AMX)
+      return linear_as<MatrixBF16>(crew, linear, rows, count, out);
+#else
       return linear_as<TileFloat<DotBF16>>(crew, linear, rows, count, out);
+#endif
     case Kind::F32:
       return linear_as<TileFloat<DotF32>>(crew, linear, rows, count, out);
   }

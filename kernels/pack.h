@@ -75,8 +75,8 @@ struct KeySteps {
   }
 };
 
-// `count` keys; what is missing to a whole block of 32 becomes zero, so that no stale or
-// foreign value (it may be NaN) takes part in any product.
+// `count` keys; those with an offset below zero and what is missing to a whole block of 32 become
+// zero, so that no stale or foreign value (it may be NaN) takes part in any product.
 template <class D, class M>
 inline void pack_keys(const char* k, const long* offsets, long count, long dim, char* out) {
   typedef KeySteps<D, M> Steps;
@@ -87,7 +87,7 @@ inline void pack_keys(const char* k, const long* offsets, long count, long dim, 
       VU r[kLanes];
       for (long i = 0; i < kLanes; ++i) {
         r[i] = VU{};
-        if (key + i >= count) continue;
+        if (key + i >= count || offsets[key + i] < 0) continue;
         const char* row = k + offsets[key + i] * row_bytes_of<M>(dim);
         r[i] = Steps::get(row + d * M::kSize, dim - d, row_scale<M>(row, dim));
       }
@@ -136,6 +136,7 @@ inline void pack_values(const char* v, const long* offsets, long count, long dim
         char rows[2][64] = {};
         const char* from[2] = {rows[0], rows[1]};
         for (long i = 0; i < 2 && key + i < count; ++i) {
+          if (offsets[key + i] < 0) continue;
           const char* first = v + offsets[key + i] * row_bytes_of<M>(dim);
           const char* row = first + d * M::kSize;
           if constexpr (M::kTail > 0) {
@@ -150,7 +151,7 @@ inline void pack_values(const char* v, const long* offsets, long count, long dim
       } else {
         for (long i = 0; i < 32; i += kLanes) {
           VF x = {};
-          if (key < count && i < left) {
+          if (key < count && offsets[key] >= 0 && i < left) {
             const char* row = v + offsets[key] * row_bytes_of<M>(dim);
             x = get_any<M>(row + (d + i) * M::kSize, left - i);
             if constexpr (M::kTail > 0) x *= row_scale<M>(row, dim);

@@ -207,8 +207,8 @@ void test_stack(const Kernels& k, Kind kind, Store store) {
     memcpy(x.data, start.data(), x.count * 4);
     for (int first = 0; first < 2; first += split ? 1 : 2) {
       StackCall call{shape, batch, layers + first, pool + first, plans + first, split ? 1 : 2,
-                     x.data, cos.data, sin.data, nullptr};
-      Aligned scratch(stack_sizes(call, 2).total);
+                     x.data, cos.data, sin.data, nullptr, 2};
+      Aligned scratch(stack_sizes(call).total);
       call.scratch = scratch.data;
       crew([&](const Crew& c) { k.stack(c, call); });
     }
@@ -242,7 +242,7 @@ void test_tier(const Kernels& k) {
 }  // namespace
 
 int main() {
-  for (const char* name : {"generic", "avx2", "avx512", "avx512bf16"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512bf16", "amx"}) {
     const Kernels* kernels = find_kernels(name);
     if (!kernels) {
       printf("%s: not on this machine\n", name);

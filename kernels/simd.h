@@ -62,12 +62,16 @@ DIPTYCH_INLINE VI lane_numbers() {
   return n;
 }
 
-DIPTYCH_INLINE float sum_lanes(VF x) {
+DIPTYCH_INLINE float sum_lanes(VF x) {  // element i with i + half, half after half
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float s[kLanes];
   store(s, x);
   for (int w = kLanes / 2; w >= 1; w /= 2)
     for (int i = 0; i < w; ++i) s[i] += s[i + w];
   return s[0];
+#endif
 }
 
 DIPTYCH_INLINE float max_lanes(VF x) {
@@ -260,6 +264,7 @@ DIPTYCH_INLINE void with_store(Store s, F&& f) {
 // ---------------------------------------------------------------- exponential
 
 constexpr float kLog2e = 1.44269504f;
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 // 2^f for f in [-0.5, 0.5]: to 2^-22 relative (Cephes exp2f), or to 2^-13, enough for bf16.
 template <bool kRough>
@@ -285,15 +290,23 @@ DIPTYCH_INLINE VF exp2_of(VF x) {
   __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (VF)_mm512_scalef_ps((__m512)exp2_fraction<kRough>((VF)(y - n)), n);
 #else
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   VF low = x < -126.5f ? splat(-126.5f) : x;
   VF y = low > 127.9f ? splat(127.9f) : low;
-  VF shifted = y + kMagic;
-  VI n = (VI)shifted - (VI)splat(kMagic);
+  VF shifted = y + kRounder;
+  VI n = (VI)shifted - (VI)splat(kRounder);
   VF scale = (VF)((n + 127) << 23);
-  VF result = exp2_fraction<kRough>(y - (shifted - kMagic)) * scale;
+  VF result = exp2_fraction<kRough>(y - (shifted - kRounder)) * scale;
   return x < -126.0f ? VF{} : result;
 #endif
+}
+
+// 2^(x * factor - base) for an integer `base` and results up to 2; 2^-126 for what is smaller. As
+// rough as exp2_of<true>.
+DIPTYCH_INLINE VF exp2_scaled(VF x, VF factor, VF base, VF lowest) {
+  VF y = lowest > x ? lowest : x;  // lowest = (base - 126) / factor; NaN stays
+  VF whole = y * factor + (kRounder - base);
+  VF fraction = y * factor - (whole - (kRounder - base));
+  return (VF)((VI)exp2_fraction<true>(fraction) + ((VI)whole << 23));
 }
 
 DIPTYCH_INLINE VF silu(VF x) { return x / (1.0f + exp2_of(x * -kLog2e)); }

@@ -95,8 +95,8 @@ struct LlamaStack : torch::CustomClassHolder {
     StackCall call{shape_,       batch,           layers_.data() + first,
                    pools_.data() + first, chosen.data(), last - first,
                    x.data_ptr<float>(),   cos.const_data_ptr<float>(),
-                   sin.const_data_ptr<float>(), nullptr};
-    call.scratch = scratch_.at_least(size_t(stack_sizes(call, at::get_num_threads()).total));
+                   sin.const_data_ptr<float>(), nullptr, at::get_num_threads()};
+    call.scratch = scratch_.at_least(size_t(stack_sizes(call).total));
     diptych::run([&](const Crew& crew) { active_kernels().stack(crew, call); });
   }
 

@@ -143,14 +143,21 @@ struct Ahead {
   long tile, tiles;
 };
 
+// Where tile `t` of `count` rows begins: tiles are of nearly equal height, 16 rows 8 + 8, not 14 + 2.
+DIPTYCH_INLINE long even_row(long t, long tiles, long count) { return t * count / tiles; }
+
 // Results of linear layers in all kinds come as fp32 [height][32].
 template <class W, int kPlanes>
 struct TileGrouped {
   static constexpr int kRows = kGroupedRows;
+  static constexpr bool kOverlaps = false;
   static constexpr Kind kKind = W::kInt4 ? kPlanes == 2 ? Kind::I4A16 : Kind::I4
                                          : kPlanes == 2 ? Kind::I8A16 : Kind::I8;
+  static long first_row(long t, long tiles, long count) { return even_row(t, tiles, count); }
+  static void begin(const char*, long) {}
+  template <class F>
   static void run(int height, const char* a, long lda, const char* block, long inputs, char* out,
-                  const Ahead& ahead) {
+                  const Ahead& ahead, F&&) {
     long groups = groups_of(inputs);
     // Spread evenly over the tiles: at 16 rows both memory and arithmetic are busy all the time.
     long lines = ahead.block ? (W::kBytes / 64 + ahead.tiles - 1) / ahead.tiles : 0;
@@ -164,9 +171,13 @@ struct TileGrouped {
 template <class D>
 struct TileFloat {
   static constexpr int kRows = kTileRows;
+  static constexpr bool kOverlaps = false;
   static constexpr Kind kKind = D::kKind;
+  static long first_row(long t, long tiles, long count) { return even_row(t, tiles, count); }
+  static void begin(const char*, long) {}
+  template <class F>
   static void run(int height, const char* a, long lda, const char* block, long inputs, char* out,
-                  const Ahead& ahead) {
+                  const Ahead& ahead, F&&) {
     tile_of<D, true>(height, a, lda, block, steps_of(kKind, inputs), out, kBlockCols, nullptr,
                      ahead.block && ahead.tile == ahead.tiles - 1 ? ahead.block : block + 2048);
   }

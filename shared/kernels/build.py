@@ -42,6 +42,7 @@ TIERS: Final[dict[str, tuple[str, ...]]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-DDIPTYCH_AMX"),
 }
 """Compiler flags of each tier; ``kernels/dispatch.cpp`` chooses among them at run time."""
 _PLAIN_SOURCES: Final = ("team.cpp", "dispatch.cpp", "plan.cpp", "weights.cpp", "int4_fit.cpp")

@@ -1,6 +1,7 @@
 """Paged attention against a plain fp32 reference, on every tier and on the torch fallback."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def _tolerance(tier: str, pool: torch.dtype) -> float:
     """The bf16 dot products round queries and weights to bf16, and of int8 pools keys and values;
     int8 keys meet queries of 16 bits elsewhere.
     """
-    if tier == "avx512bf16" and pool in (torch.bfloat16, torch.int8):
+    if tier in ("avx512bf16", "amx") and pool in (torch.bfloat16, torch.int8):
         return 4e-2
     return 1e-4 if tier != "torch" and pool == torch.int8 else 5e-5
 
@@ -129,6 +130,26 @@ def test_result_does_not_depend_on_the_batch(kernels: str, pool: torch.dtype) ->
             case.batch.context[s : s + 1].contiguous(),
         )
         assert torch.equal(run(alone, case.q[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
+@pytest.mark.parametrize("window", [0, 70])
+def test_result_does_not_depend_on_the_chunks(kernels: str, window: int) -> None:
+    """Where a prompt is cut decides which rows share a tile and which of their keys are masked."""
+    options = {"heads": 6, "kv_heads": 2, "dims": (64, 64), "block_size": 16}
+    case = make_case(5, [(330, 330)], pool_dtype=torch.bfloat16, **options)
+
+    def run(first: int, last: int) -> torch.Tensor:
+        batch = AttentionBatch(
+            case.batch.tables, torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+        )
+        pools = (case.k_pool, case.v_pool)
+        return paged_attention(case.q[first:last], pools, batch, scaling=0.125, window=window)
+
+    whole = run(0, 330)
+    for cuts in ((0, 96, 330), (0, 7, 130, 327, 330), (0, 33, 65, 201, 330)):
+        parts = [run(first, last) for first, last in pairwise(cuts)]
+        assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)

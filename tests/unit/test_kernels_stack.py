@@ -65,17 +65,19 @@ def family_model(family: str) -> Any:
 class Runner:
     """A stack with a poisoned pool; runs tokens of sequences that keep their blocks."""
 
-    def __init__(self, model: Any, kind: LinearKind, pool: torch.dtype) -> None:
+    def __init__(
+        self, model: Any, kind: LinearKind, pool: torch.dtype, blocks: int = BLOCKS
+    ) -> None:
         stack = LlamaStack.of_model(model, kind)
         assert stack is not None
         self.model, self.stack = model, stack
-        shape = (BLOCKS, BLOCK_SIZE, stack.shape.kv_heads, stack.shape.head_dim)
+        shape = (blocks, BLOCK_SIZE, stack.shape.kv_heads, stack.shape.head_dim)
         poison = torch.full(shape, math.nan)
         self.k, self.v = (
             [to_rows(poison, pool).clone() for _ in range(stack.num_layers)] for _ in "kv"
         )
         stack.attach(self.k, self.v)
-        self.tables = torch.randperm(BLOCKS).int().view(3, -1)
+        self.tables = torch.randperm(blocks).int().view(3, -1)
 
     def __call__(
         self, parts: list[tuple[int, int, torch.Tensor]], *, whole: bool = True
@@ -166,6 +168,26 @@ def test_logits_do_not_depend_on_the_batch(
         alone = Runner(model, kind, pool)([(s, 0, ids[s])])
         assert torch.equal(alone, company[rows : rows + len(ids[s])])
         rows += len(ids[s])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_long_steps_do_not_depend_on_the_threads(kernels: str, kind: LinearKind) -> None:
+    """Threads with rows of their own must not mix them up, nor compute them otherwise."""
+    model = family_model("llama")
+    ids = [torch.randint(0, 300, (n,)) for n in (250, 1, 60)]
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):  # alone: 311 rows in one chunk; two: 156 and 155
+            torch.set_num_threads(threads)
+            torch.manual_seed(1)
+            run = Runner(model, kind, torch.bfloat16, blocks=192)
+            results.append(run([(s, 0, ids[s]) for s in range(3)]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
 
 
 @torch.inference_mode()

@@ -1,0 +1,242 @@
+// The tiles of linear layers on the matrix unit (amx.h), in the form that linear.h asks for.
+#pragma once
+
+#include <stdlib.h>
+
+#include "amx.h"
+#include "tile_grouped.h"
+
+#if defined(DIPTYCH_AMX)
+namespace diptych {
+namespace DIPTYCH_TIER {
+
+// Asks for the next block, spread evenly over what uses this one.
+struct Lines {
+  const char* next;
+  long each;
+  // `passes` times per tile, `each` lines of 64 bytes are asked for.
+  Lines(const Ahead& ahead, long block_bytes, long passes) : next(ahead.block), each(0) {
+    if (!next) return;
+    long calls = passes * ahead.tiles;
+    each = (block_bytes / 64 + calls - 1) / calls;
+    next += ahead.tile * passes * each * 64;
+  }
+  DIPTYCH_INLINE void ask() {
+    for (long i = 0; i < each; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+struct MatrixBF16 {
+  static constexpr int kRows = kMatrixRows;
+  static constexpr bool kOverlaps = true;
+  static constexpr Kind kKind = Kind::BF16;
+  MatrixUnit unit;
+
+  static long first_row(long t, long, long count) { return min_of(t * kRows, count); }
+  static void begin(const char*, long) {}
+
+  // `meanwhile` is called now and then: what it does takes no time from the products.
+  template <class F>
+  void run(int height, const char* a, long lda, const char* block, long inputs, char* out,
+           const Ahead& ahead, F&& meanwhile) {
+    long steps = steps_of(kKind, inputs), passes = (steps + kTileSteps - 1) / kTileSteps * 2;
+    Lines lines(ahead, steps * kStepBytes, passes);
+    if (!ahead.block) {  // few rows run as fast as memory, just behind what is asked for
+      lines.next = block + kTileSteps * kStepBytes;
+      lines.each = kTileSteps * kStepBytes / 128;
+    }
+    matrix_bf16(unit, height, MatrixTile{a, lda, block, steps, out, kStepBytes, false}, [&] {
+      lines.ask();
+      meanwhile();
+    });
+  }
+};
+
+// Memory of one thread, kept between calls.
+class ThreadMemory {
+ public:
+  ThreadMemory() = default;
+  ThreadMemory(const ThreadMemory&) = delete;
+  ThreadMemory& operator=(const ThreadMemory&) = delete;
+  ~ThreadMemory() { free(data_); }
+  char* at_least(long bytes) {
+    if (bytes > size_) {
+      free(data_);
+      size_ = (bytes + 63) / 64 * 64;
+      data_ = static_cast<char*>(aligned_alloc(64, size_t(size_)));
+      if (!data_) abort();  // some tens of kilobytes
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  long size_ = 0;
+};
+
+// Of one group of an unpacked block: 8 steps of signed weights, the scales of the columns in fp32
+// and, of int4, their least values.
+template <class W>
+constexpr long kUnpacked = kGroupSteps * kStepBytes + (W::kInt4 ? 2 : 1) * kBlockCols * 4;
+
+template <class W>
+inline void unpack_block(const char* block, long groups, char* out) {
+  for (long g = 0; g < groups; ++g, block += W::kBytes, out += kUnpacked<W>) {
+    for (long at = 0; at < W::kSteps * kStepBytes; at += DIPTYCH_BYTES) {
+      VU x = load_raw(block + at);
+      if constexpr (W::kInt4) {  // the halves of each byte are two steps
+        char* to = out + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
+        store(to, (VF)(x & 0x0f0f0f0fu));
+        store(to + kStepBytes, (VF)(x >> 4 & 0x0f0f0f0fu));
+      } else {
+        store(out + at, (VF)(x ^ 0x80808080u));
+      }
+    }
+    const char* numbers = block + W::kSteps * kStepBytes;
+    char* to = out + kGroupSteps * kStepBytes;
+    for (long i = 0; i < (W::kInt4 ? 2 : 1) * kBlockCols; i += kLanes)
+      store(to + i * 4, MemF16::get(numbers + i * 2));
+  }
+}
+
+// What sums of one plane begin with: added to the bits of kRounder, an integer below 2^22 makes a
+// float that much larger, so that no conversion is needed.
+struct RounderTile {
+  alignas(64) float values[256];
+  constexpr RounderTile() : values() {
+    for (float& value : values) value = kRounder;
+  }
+};
+constexpr RounderTile kRounders;
+
+// Integer sums of 16 rows and 16 columns of one group, for each plane of the inputs, in one of two
+// sets of registers: 0 and 1, or 2 and 3. `plane`: bytes between planes.
+template <int kSet, int kPlanes>
+DIPTYCH_INLINE void multiply_group(const char* a, long lda, long plane, const char* weights) {
+  DIPTYCH_TILE_LOAD(4, a, lda);
+  DIPTYCH_TILE_LOAD(6, weights, kStepBytes);
+  if constexpr (kPlanes == 2) DIPTYCH_TILE_LOAD(5, a + plane, lda);
+  if constexpr (kSet == 0 && kPlanes == 1) {
+    DIPTYCH_TILE_LOAD(0, kRounders.values, kTileBytes);
+    DIPTYCH_TILE_DOT("tdpbssd", 0, 4, 6);
+  } else if constexpr (kSet == 0) {
+    DIPTYCH_TILE_ZERO(0);
+    DIPTYCH_TILE_DOT("tdpbssd", 0, 4, 6);
+    DIPTYCH_TILE_ZERO(1);
+    DIPTYCH_TILE_DOT("tdpbssd", 1, 5, 6);
+  } else if constexpr (kPlanes == 1) {
+    DIPTYCH_TILE_LOAD(2, kRounders.values, kTileBytes);
+    DIPTYCH_TILE_DOT("tdpbssd", 2, 4, 6);
+  } else {
+    DIPTYCH_TILE_ZERO(2);
+    DIPTYCH_TILE_DOT("tdpbssd", 2, 4, 6);
+    DIPTYCH_TILE_ZERO(3);
+    DIPTYCH_TILE_DOT("tdpbssd", 3, 5, 6);
+  }
+}
+
+constexpr long kSumBytes = 16 * kTileBytes;  // of one plane: [16 rows][16 columns]
+
+template <int kSet, int kPlanes>
+DIPTYCH_INLINE void keep_sums(char* sums) {
+  if constexpr (kSet == 0) {
+    DIPTYCH_TILE_STORE(0, sums, kTileBytes);
+    if constexpr (kPlanes == 2) DIPTYCH_TILE_STORE(1, sums + kSumBytes, kTileBytes);
+  } else {
+    DIPTYCH_TILE_STORE(2, sums, kTileBytes);
+    if constexpr (kPlanes == 2) DIPTYCH_TILE_STORE(3, sums + kSumBytes, kTileBytes);
+  }
+}
+
+// Rows whose inputs and weights are rounded in groups: results are those of TileGrouped, bit by bit.
+template <class W, int kPlanes>
+struct MatrixGrouped {
+  static constexpr int kRows = 16;
+  static constexpr bool kOverlaps = false;
+  static constexpr Kind kKind = TileGrouped<W, kPlanes>::kKind;
+  MatrixUnit unit;
+  const char* weights = nullptr;
+
+  static long first_row(long t, long, long count) { return min_of(t * kRows, count); }
+
+  void begin(const char* block, long inputs) {
+    static thread_local ThreadMemory memory;
+    char* to = memory.at_least(groups_of(inputs) * kUnpacked<W>);
+    unpack_block<W>(block, groups_of(inputs), to);
+    weights = to;
+  }
+
+  // A row's integer sums times `scale`, rounded once.
+  static DIPTYCH_INLINE VF scaled(const char* sums, VF scale) {
+    if constexpr (kPlanes == 1) {  // the product subtracted is exact: scales have 11 bits
+      __m512 shift = (__m512)(scale * kRounder);
+      return (VF)_mm512_fmsub_ps((__m512)load(sums), (__m512)scale, shift);
+    }
+    VI acc = ((VI)load_raw(sums) << 8) + (VI)load_raw(sums + kSumBytes);
+    return __builtin_convertvector(acc, VF) * scale;
+  }
+
+  // total[row] += scaled sums of one group. `scales` and `offsets` are those of the first row;
+  // where fewer rows than 16 exist, the last one is read again.
+  template <bool kWhole>
+  static DIPTYCH_INLINE void scale(VF* total, const char* sums, const char* scales,
+                                   const char* offsets, long lda, int height, const char* numbers) {
+    VF weight_scale = load(numbers), least = {};
+    if constexpr (W::kInt4) least = load(numbers + kBlockCols * 4);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      long at = (kWhole || r < height ? r : height - 1) * lda;
+      VF y = scaled(sums + r * kTileBytes, weight_scale);
+      if constexpr (W::kInt4) total[r] += least * number_at<float>(offsets + at);
+      total[r] += y * number_at<float>(scales + at);
+    }
+  }
+
+  // 16 of the block's columns. Three things at a time, so that none waits: the products of a group,
+  // the sums of the one before on their way to memory, and those before that being scaled.
+  template <bool kWhole>
+  static inline void half(int height, const char* a, long lda, long groups, const char* columns,
+                          const char* numbers, char* out, Lines& lines) {
+    const char* scales = a + groups * kPlanes * kGroup;
+    alignas(4096) char sums[2][kPlanes * kSumBytes];  // of one page: loads pass other stores
+    VF total[kRows] = {};
+    auto step = [&](long g, auto set) __attribute__((always_inline)) {
+      constexpr int kSet = decltype(set)::value;
+      if (g < groups) {
+        lines.ask();
+        multiply_group<kSet, kPlanes>(a + g * kGroup, lda, groups * kGroup,
+                                      columns + g * kUnpacked<W>);
+      }
+      if (g > 0 && g <= groups) keep_sums<1 - kSet, kPlanes>(sums[1 - kSet]);
+      if (g > 1)
+        scale<kWhole>(total, sums[kSet], scales + (g - 2) * 4, scales + (groups + g - 2) * 4, lda,
+                      height, numbers + (g - 2) * kUnpacked<W>);
+    };
+    for (long g = 0; g < groups + 2; g += 2) {
+      step(g, Height<0>{});
+      if (g + 1 < groups + 2) step(g + 1, Height<1>{});
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+      if (kWhole || r < height) store(out + r * kStepBytes, total[r]);
+  }
+
+  template <class F>
+  void run(int height, const char* a, long lda, const char*, long inputs, char* out,
+           const Ahead& ahead, F&&) {
+    unit.shape(height, height, kGroupSteps);
+    long groups = groups_of(inputs);
+    Lines lines(ahead, groups * W::kBytes, 2 * groups);
+    const char* numbers = weights + kGroupSteps * kStepBytes;
+    for (long at = 0; at < kStepBytes; at += kTileBytes) {
+      if (height == kRows)
+        half<true>(height, a, lda, groups, weights + at, numbers + at, out + at, lines);
+      else
+        half<false>(height, a, lda, groups, weights + at, numbers + at, out + at, lines);
+    }
+  }
+};
+
+}  // namespace DIPTYCH_TIER
+}  // namespace diptych
+#endif
