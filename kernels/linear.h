@@ -8,7 +8,7 @@ namespace DIPTYCH_TIER {
 
 constexpr long kChunkBytes = 1 << 20;  // activations kept in L2 while weights stream past
 
-constexpr long kFewRows = 4;
+constexpr long kFewRows = kNearBytes > 0 ? 8 : 4;
 
 DIPTYCH_INLINE VF with_bias(const char* sums, const Linear& linear, long col) {
   VF y = load(sums);
@@ -73,6 +73,12 @@ struct Finished {
   }
 };
 
+// Whether a tile's sums are the results, all of them.
+DIPTYCH_INLINE bool is_plain(const Linear& linear, const Output& out, long block) {
+  return !linear.bias && out.store == Store::F32 && out.finish != Finish::Gate &&
+         (block + 1) * kBlockCols <= out.cols;
+}
+
 // Work is handed out as (chunk of rows, block of columns); the blocks of one chunk follow one
 // another so that the chunk's activations stay in cache.
 template <class T>
@@ -93,15 +99,22 @@ inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, 
     after = crew.next();  // known early, so that its weights can be asked for
     long chunk = unit / blocks, block = unit % blocks;
     const char* weights = packed + block * block_size;
-    const char* wanted = count <= kFewRows ? nullptr : packed + after % blocks * block_size;
+    const char* wanted = packed + after % blocks * block_size;
     long first = chunk * chunk_tiles, last = min_of(tiles, first + chunk_tiles);
     tile.begin(weights, linear.inputs);
     for (long t = first; t < last; ++t) {
       long row = T::first_row(t, tiles, count);
       int height = int(T::first_row(t + 1, tiles, count) - row);
       const char* a = reinterpret_cast<const char*>(rows.data) + row * lda;
-      tile.run(height, a, lda, weights, linear.inputs, sums[turn],
-               Ahead{wanted, t - first, last - first}, [&] { before.next_row(); });
+      TileJob job{height, a,     lda, weights, linear.inputs, sums[turn], kStepBytes, false,
+                  {wanted, t - first, last - first, count <= kFewRows}};
+      bool direct = T::kDirect && is_plain(linear, out, block);
+      if (direct) {
+        job.out = static_cast<char*>(out.data) + (row * out.stride + block * kBlockCols) * 4;
+        job.stride = out.stride * 4, job.add = out.finish == Finish::Add;
+      }
+      tile.run(job, [&] { before.next_row(); });
+      if (direct) continue;
       before.all();
       before.sums = sums[turn], before.row = row, before.block = block, before.left = height;
       if constexpr (T::kOverlaps)

@@ -10,25 +10,33 @@
 namespace diptych {
 namespace DIPTYCH_TIER {
 
-// Asks for the next block, spread evenly over what uses this one.
+// Asks for memory, `passes` times per tile: for the next block, spread evenly over the tiles that use
+// this one, or, of few rows, for what comes kNearBytes behind what they use.
 struct Lines {
   const char* next;
-  long each;
-  // `passes` times per tile, `each` lines of 64 bytes are asked for.
-  Lines(const Ahead& ahead, long block_bytes, long passes) : next(ahead.block), each(0) {
-    if (!next) return;
-    long calls = passes * ahead.tiles;
+  long each;       // lines of 64 bytes at a time
+  long until = 0;  // times, until it goes on at `then`
+  const char* then = nullptr;
+
+  Lines(const TileJob& job, bool near, long block_bytes, long passes) {
+    long calls = near ? passes : passes * job.ahead.tiles;
     each = (block_bytes / 64 + calls - 1) / calls;
-    next += ahead.tile * passes * each * 64;
+    if (near) {
+      next = job.block + kNearBytes, then = job.ahead.block;
+      until = max_of(1, (block_bytes - kNearBytes) / (each * 64) + 1);
+    } else {
+      next = job.ahead.block + job.ahead.tile * passes * each * 64;
+    }
   }
   DIPTYCH_INLINE void ask() {
+    if (--until == 0) next = then;
     for (long i = 0; i < each; ++i, next += 64) __builtin_prefetch(next, 0, 2);
   }
 };
 
 struct MatrixBF16 {
   static constexpr int kRows = kMatrixRows;
-  static constexpr bool kOverlaps = true;
+  static constexpr bool kOverlaps = true, kDirect = true;
   static constexpr Kind kKind = Kind::BF16;
   MatrixUnit unit;
 
@@ -37,15 +45,11 @@ struct MatrixBF16 {
 
   // `meanwhile` is called now and then: what it does takes no time from the products.
   template <class F>
-  void run(int height, const char* a, long lda, const char* block, long inputs, char* out,
-           const Ahead& ahead, F&& meanwhile) {
-    long steps = steps_of(kKind, inputs), passes = (steps + kTileSteps - 1) / kTileSteps * 2;
-    Lines lines(ahead, steps * kStepBytes, passes);
-    if (!ahead.block) {  // few rows run as fast as memory, just behind what is asked for
-      lines.next = block + kTileSteps * kStepBytes;
-      lines.each = kTileSteps * kStepBytes / 128;
-    }
-    matrix_bf16(unit, height, MatrixTile{a, lda, block, steps, out, kStepBytes, false}, [&] {
+  void run(const TileJob& job, F&& meanwhile) {
+    long steps = steps_of(kKind, job.inputs), passes = (steps + kTileSteps - 1) / kTileSteps * 2;
+    Lines lines(job, job.ahead.near, steps * kStepBytes, passes);
+    MatrixTile tile{job.a, job.lda, job.block, steps, job.out, job.stride, job.add};
+    matrix_bf16(unit, job.height, tile, [&] {
       lines.ask();
       meanwhile();
     });
@@ -152,7 +156,7 @@ DIPTYCH_INLINE void keep_sums(char* sums) {
 template <class W, int kPlanes>
 struct MatrixGrouped {
   static constexpr int kRows = 16;
-  static constexpr bool kOverlaps = false;
+  static constexpr bool kOverlaps = false, kDirect = false;
   static constexpr Kind kKind = TileGrouped<W, kPlanes>::kKind;
   MatrixUnit unit;
   const char* weights = nullptr;
@@ -222,17 +226,18 @@ struct MatrixGrouped {
   }
 
   template <class F>
-  void run(int height, const char* a, long lda, const char*, long inputs, char* out,
-           const Ahead& ahead, F&&) {
+  void run(const TileJob& job, F&&) {
+    int height = job.height;
     unit.shape(height, height, kGroupSteps);
-    long groups = groups_of(inputs);
-    Lines lines(ahead, groups * W::kBytes, 2 * groups);
+    long groups = groups_of(job.inputs);
+    Lines lines(job, false, groups * W::kBytes, 2 * groups);  // this block has been read already
     const char* numbers = weights + kGroupSteps * kStepBytes;
     for (long at = 0; at < kStepBytes; at += kTileBytes) {
+      const char* columns = weights + at;
       if (height == kRows)
-        half<true>(height, a, lda, groups, weights + at, numbers + at, out + at, lines);
+        half<true>(height, job.a, job.lda, groups, columns, numbers + at, job.out + at, lines);
       else
-        half<false>(height, a, lda, groups, weights + at, numbers + at, out + at, lines);
+        half<false>(height, job.a, job.lda, groups, columns, numbers + at, job.out + at, lines);
     }
   }
 };
