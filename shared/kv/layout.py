@@ -112,3 +112,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return sum(self.layer_block_bytes(i) for i in range(len(self.layers)))
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Return the bytes of the blocks that hold a sequence of ``tokens``."""
+        return -(-tokens // self.block_size) * self.block_bytes

@@ -4,6 +4,7 @@ from shared.errors import ErrorPayload
 from shared.messages.request import Request
 from shared.worker.ledger import BlockLedger
 from shared.worker.limits import WorkerLimits
+from shared.worker.pool_size import never_fits
 
 
 def refusal(request: Request, limits: WorkerLimits, ledger: BlockLedger) -> ErrorPayload | None:
@@ -20,11 +21,7 @@ def refusal(request: Request, limits: WorkerLimits, ledger: BlockLedger) -> Erro
             "prompt",
         )
     if ledger.needed(tokens + 1) > blocks:
-        return _invalid(
-            f"{tokens} tokens exceed the KV memory of this worker "
-            f"({blocks} blocks of {ledger.pool.block_size} tokens)",
-            "prompt",
-        )
+        return _invalid(never_fits(tokens + 1, ledger.pool), "prompt")
     if request.sampling.max_tokens < 1:
         return _invalid("max_tokens must be at least 1", "max_tokens")
     ids = (*request.prompt_ids, *request.output_ids)

@@ -54,6 +54,7 @@ from shared.worker.live import storage_windows
 from shared.worker.movers import Extras, Movers
 from shared.worker.nixl_reader import STAGING_BYTES
 from shared.worker.oversize import divide
+from shared.worker.pool_size import shortage
 from shared.worker.settings import WorkerSettings
 from shared.worker.state import WorkerState
 from shared.worker.step_runner import StepRunner
@@ -105,9 +106,11 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, SharedKv]:
     )
     num_blocks = settings.kv_memory // engine.layout.block_bytes
     if num_blocks < 2:
+        enough = engine.layout.sequence_bytes(engine.max_model_len)
         raise ResourceMissing(
-            f"`kv_memory` of {settings.kv_memory >> 20} MiB holds less than two blocks of "
-            f"{engine.layout.block_bytes} bytes; give {settings.worker} more"
+            f"`kv_memory` of {settings.kv_memory} bytes holds less than two blocks of "
+            f"{engine.layout.block_bytes} bytes; give {settings.worker} more: the model's "
+            f"{engine.max_model_len} tokens need {enough}"
         )
     arena = KvArena.create(engine.layout, num_blocks)
     engine.attach(arena)
@@ -155,6 +158,9 @@ class WorkerService:
         self._nixl = _nixl_end(settings, routing_id(settings.worker, self._incarnation), arena)
         identity = self._identity(engine, arena)
         limits = _limits(settings, engine, arena)
+        short = shortage(settings, engine.layout, arena.num_blocks, engine.max_model_len)
+        if short is not None:
+            log.warning(short)
         pool = BlockPool(
             arena.num_blocks,
             settings.block_size,

@@ -44,6 +44,7 @@ from shared.worker.ledger import BlockLedger
 from shared.worker.liaison import Liaison
 from shared.worker.limits import Tally, WorkerIdentity, WorkerLimits
 from shared.worker.outbox import Outbox
+from shared.worker.pool_size import never_fits
 from shared.worker.readers import Readers
 from shared.worker.scheduler import Scheduler
 from shared.worker.sequence import Sequence
@@ -307,8 +308,5 @@ class WorkerState:
         return [RunStep(self._stepper.step, batch, announce)]
 
     def _too_long(self, sequence: Sequence) -> ErrorPayload:
-        text = (
-            f"{len(sequence.tokens)} tokens exceed the KV memory of this worker "
-            f"({self._pool.num_blocks} blocks of {self._pool.block_size} tokens)"
-        )
+        text = never_fits(len(sequence.tokens), self._pool)
         return ErrorPayload(code="invalid_request", message=text, param="max_tokens")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -31,6 +32,7 @@ from shared.messages.router_worker import (
 from shared.service import ServiceFailed
 from shared.transport.link import RouterLink
 from shared.worker.events import Event
+from shared.worker.pool_size import shortage
 from shared.worker.service import WorkerService
 from shared.worker.settings import WorkerSettings, worker_settings
 from tests.conftest import RunAsync
@@ -251,3 +253,37 @@ def test_a_gpu_whose_copies_fail_ends_the_worker(
     assert alarms == [10]
     assert not runtime.streams and not runtime.pinned
     pool.arena.close()
+
+
+@pytest.mark.parametrize("scratch", [0, 1])
+def test_a_pool_smaller_than_the_longest_request_is_named_at_the_start(
+    run_async: RunAsync,
+    settings: WorkerSettings,
+    caplog: pytest.LogCaptureFixture,
+    scratch: int,
+) -> None:
+    """Guards an operator who learns of a too small `kv_memory` from the first long request."""
+    size = (8 + scratch) * LAYOUT.block_bytes
+    small = msgspec.structs.replace(settings, kv_memory=size)
+    over = WorkerRefused(error=ErrorPayload(code="incompatible_peer", message="that is all"))
+    with pytest.raises(IncompatiblePeer, match="that is all"):
+        run_async(serve(small, FakeEngine(), lambda _: [over]))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "`workers.mixed.kv_memory` of " in warning
+    assert "holds 32 tokens, and a request may have 64" in warning
+    assert "longer ones than it holds are refused" in warning
+    assert "set it to 1MiB, or `model.max_model_len` to 32" in warning
+
+
+def test_the_size_that_the_warning_names_is_enough(settings: WorkerSettings) -> None:
+    """Guards advice that leads to the same warning at the next start."""
+    large = KvLayout(dtype="fp32", block_size=16, layers=(LayerKv(64, 64, 64),))
+    given = msgspec.structs.replace(settings, kv_memory=1 << 20)
+    told = shortage(given, large, 2, 100)
+    assert told is not None and "of 1 MiB holds 32 tokens" in told
+    alike = shortage(msgspec.structs.replace(given, role="prefill"), large, 2, 100)
+    assert alike is not None and "longer prompts than it holds are left to decode" in alike
+    needed = int(told.partition("set it to ")[2].partition("MiB")[0]) << 20
+    assert needed == 4 << 20
+    given = msgspec.structs.replace(settings, kv_memory=needed)
+    assert shortage(given, large, needed // large.block_bytes, 100) is None

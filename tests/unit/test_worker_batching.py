@@ -121,6 +121,18 @@ def test_a_prompt_refused_for_memory_says_so_although_the_model_length_follows_f
     assert "KV memory" in bench.failed().error.message
 
 
+def test_a_prompt_that_never_fits_names_the_setting_and_how_much_of_it_is_enough() -> None:
+    """Guards a refusal whose reader has to find out that `kv_memory` is what is too small."""
+    bench = Bench(blocks=4)
+    bench.run(1, request(33))
+    assert "34 tokens of prompt and answer exceed" in bench.failed().error.message
+    assert "raise `kv_memory`" in bench.failed().error.message
+    assert "3 times as much is enough" in bench.failed().error.message
+    enough = Bench(blocks=3 * 4)
+    enough.run(1, request(33))
+    assert not enough.state.idle
+
+
 def test_a_sequence_that_outgrows_the_whole_pool_fails_by_name() -> None:
     """Guards against waiting for ever for blocks that do not exist."""
     bench = Bench(blocks=3)

@@ -62,9 +62,11 @@ def start(
     layout = engine.layout
     num_blocks = request.kv_bytes // layout.block_bytes - 1  # and a scratch block
     if num_blocks < 2:
+        enough = layout.sequence_bytes(engine.max_model_len) + layout.block_bytes
         raise ResourceMissing(
-            f"`kv_memory` of {request.kv_bytes >> 20} MiB holds less than three blocks of "
-            f"{layout.block_bytes} bytes; give {device.place} more"
+            f"`kv_memory` of {request.kv_bytes} bytes holds less than three blocks of "
+            f"{layout.block_bytes} bytes; give {device.place} more: the model's "
+            f"{engine.max_model_len} tokens need {enough}"
         )
     memory, shared = device.kv_memory(layout, num_blocks)
     engine.attach(memory)
