@@ -74,6 +74,19 @@ def test_wrong_concurrency(tmp_path: Path) -> None:
     assert "--concurrency" in sentence(done)
 
 
+@pytest.mark.parametrize("command", ["engine", "quality"])
+@pytest.mark.parametrize(
+    ("option", "known"), [("--kv-dtype", "fp32, bf16, fp16, int8"), ("--precision", "int4")]
+)
+@pytest.mark.parametrize("given", ["", "int8,"])
+def test_an_empty_name_is_refused_with_those_there_are(
+    tmp_path: Path, command: str, option: str, known: str, given: str
+) -> None:
+    """Guards an empty variable in a script: everything was measured, or another KV than meant."""
+    error = sentence(diptych("bench", command, option, given, cwd=tmp_path))
+    assert option in error and known in error and repr(given) in error
+
+
 def test_keys_are_written_once_and_never_over(tmp_path: Path) -> None:
     assert diptych("keys", "k", cwd=tmp_path).returncode == 0
     assert (tmp_path / "k" / "server.secret").stat().st_mode & 0o777 == 0o600

@@ -244,9 +244,9 @@ def bench_engine(options: OwnOptions) -> int:
             steps=options.steps,
         )
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
-    chosen = command.precisions(options.precision or command.all_but_fp32())
+    chosen = command.precisions(options.precision, command.FOR_SPEED)
     plan = _engine_plan(options)
-    kv = command.kv_dtypes(options.kv_dtype) if options.kv_dtype else (None,)
+    kv = (None,) if options.kv_dtype is None else command.kv_dtypes(options.kv_dtype)
     entries = command.own_entries(plan, chosen, kv)
     return command.bench_engine(plan, entries, out, options.as_json, console)
 
@@ -301,7 +301,7 @@ def bench_compare(options: CompareOptions) -> int:
             config=options.config,
         )
         return compare.serving(served, peers, out, options.as_json, console)
-    chosen = command.precisions(options.precision or command.all_but_fp32())
+    chosen = command.precisions(options.precision, command.FOR_SPEED)
     out = options.out or command.default_output("compare")
     plan = _engine_plan(options)
     return compare.engines(plan, chosen, peers, out, options.as_json, console)

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from rich.console import Console
 
@@ -24,30 +24,30 @@ from tools.bench.engine.report import (
 )
 from tools.bench.engine.rounds import Entry, Race
 
+T = TypeVar("T", bound=str)
+
+FOR_SPEED: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "fp32")
+"""The precisions that anyone serves for speed."""
+
 _MODULE = "tools.bench.engine.diptych"
 
 
-def precisions(text: str) -> tuple[Precision, ...]:
-    """Read names with commas between. Raises ``BadConfig`` with those there are."""
-    known: tuple[Precision, ...] = get_args(Precision)
-    unknown = [name for name in text.split(",") if name not in known]
-    if unknown:
-        raise BadConfig(f"no precision {unknown[0]!r}, only {', '.join(known)}")
-    return tuple(name for name in known if name in text.split(","))
+def precisions(text: str | None, otherwise: Sequence[Precision]) -> tuple[Precision, ...]:
+    """Read `--precision`, None is ``otherwise``. Raises ``BadConfig`` with those there are."""
+    return tuple(otherwise) if text is None else _names("--precision", text, get_args(Precision))
 
 
 def kv_dtypes(text: str) -> tuple[KvDtype, ...]:
-    """Read names with commas between. Raises ``BadConfig`` with those there are."""
-    known: tuple[KvDtype, ...] = get_args(KvDtype)
+    """Read `--kv-dtype`. Raises ``BadConfig`` with those there are."""
+    return _names("--kv-dtype", text, get_args(KvDtype))
+
+
+def _names(option: str, text: str, known: tuple[T, ...]) -> tuple[T, ...]:
+    """Read names with commas between; they come in the order of ``known``."""
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:
-        raise BadConfig(f"no KV dtype {unknown[0]!r}, only {', '.join(known)}")
+        raise BadConfig(f"{option} may be {', '.join(known)}, with commas between; not {text!r}")
     return tuple(name for name in known if name in text.split(","))
-
-
-def all_but_fp32() -> str:
-    """Return the precisions that anyone serves for speed, as ``precisions`` reads them."""
-    return ",".join(name for name in get_args(Precision) if name != "fp32")
 
 
 def pick_cores(threads: int | None) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def variants(precision: str | None, kv_dtype: str | None) -> list[Variant]:
     Raises:
         BadConfig: there is no such precision or KV dtype.
     """
-    chosen = precisions(precision or ",".join(get_args(Precision)))
+    chosen = precisions(precision, get_args(Precision))
     if kv_dtype is not None:
         return [Variant(name, dtype) for name in chosen for dtype in kv_dtypes(kv_dtype)]
     return [Variant(name, dtype) for dtype in (None, "int8") for name in chosen]
