@@ -24,9 +24,12 @@ class Drains:
 
         Returns why the order was not taken, None if it was.
         """
-        worker = next((w for w in self._workers.values() if w.hello.worker == name), None)
-        if worker is None or worker.health == "lost" or worker.stopping:
-            error = NotFound(f"worker {name} is not here to be drained", param="worker")
+        here = {w.hello.worker: w for w in self._workers.values() if _takes_orders(w)}
+        worker = here.get(name)
+        if worker is None:
+            names = ", ".join(sorted(here)) or "none"
+            text = f"{name} cannot be drained: only workers can, and those here now are: {names}"
+            error = NotFound(text, param="worker")
             self._outbox.note(error.message, warning=True)
             return error.payload()
         worker.next_role = role
@@ -59,3 +62,7 @@ class Drains:
             worker.health = "ready"
         self._outbox.worker(worker, SetRole(role=worker.role))
         self._outbox.note(f"worker {worker.hello.worker} is now {worker.role}")
+
+
+def _takes_orders(worker: Worker) -> bool:
+    return worker.health != "lost" and not worker.stopping

@@ -283,6 +283,20 @@ def test_draining_an_unknown_worker_does_nothing() -> None:
     assert not world.state.fleet.by_peer
 
 
+def test_a_drain_of_what_is_no_worker_names_those_there_are() -> None:
+    """Guards a sentence that calls the router a worker, and leaves out what can be drained."""
+    world = SplitWorld(decodes=3)
+    world.report(world.decodes[2], draining=True)
+    assert world.state.drains.order(WorkerId("decode-1"), None) is None
+    for name in ("router", "decode-2"):
+        error = world.state.drains.order(WorkerId(name), None)
+        assert error is not None and (error.code, error.param) == ("not_found", "worker")
+        assert error.message == (
+            f"{name} cannot be drained: only workers can, and those here now are: "
+            "decode-0, decode-1, prefill-0"
+        )
+
+
 def test_beats_come_every_second() -> None:
     world = SplitWorld()
     effects = world.wait(3.0, *world.prefills, *world.decodes)
