@@ -16,7 +16,6 @@ from shared.engine.recipe import recall
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.sampler import Failure, Sampler
 from shared.engine.step import IntArray, OnLayer, PackedStep
-from shared.engine.weights import model_id
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.layout import KvDtype, KvLayout
 from shared.kv.memory import give_back_freed
@@ -38,7 +37,7 @@ class Engine:
     def __init__(self, prepared: Prepared, model_dir: Path, threads: int) -> None:
         facts = prepared.facts
         self.layout = facts.layout
-        self.model_id = model_id(model_dir)
+        self.model_id = prepared.model_id
         self.vocab_size = facts.vocab_size
         self.max_model_len = facts.max_model_len
         self.eos_token_ids = facts.eos_token_ids

@@ -16,6 +16,7 @@ from shared.engine.quantised import quantise_linears
 from shared.engine.recipe import remember
 from shared.engine.rope import pin_rope
 from shared.engine.runner import ModelRunner
+from shared.engine.weights import model_id
 from shared.kernels.llama import LlamaStack
 from shared.kv.layout import KvLayout
 
@@ -42,7 +43,8 @@ def prepare(request: LoadRequest) -> Prepared:
             max_model_len=limit,
             eos_token_ids=end_token_ids(model),
         )
-        prepared = Prepared(facts, _runner(model, layout, request.precision))
+        runner = _runner(model, layout, request.precision)
+    prepared = Prepared(facts, runner, model_id(request.model_dir))
     if not pinned:  # a pinned one is warned of at every start
         remember(request, prepared)
     return prepared

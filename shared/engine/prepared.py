@@ -30,7 +30,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 class Prepared(Struct, frozen=True):
-    """A loaded and checked model."""
+    """A loaded and checked model. ``model_id`` names its files (``weights.model_id``)."""
 
     facts: ModelFacts
     runner: ModelRunner
+    model_id: str

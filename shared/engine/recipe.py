@@ -58,7 +58,8 @@ def recall(request: LoadRequest) -> Prepared | None:
         UnsupportedModel: the files are no safetensors.
     """
     parameters = check_weights(request.model_dir)
-    path = _path(request)
+    model = model_id(request.model_dir)
+    path = _path(request, model)
     try:
         recipe = decode(path.read_bytes())
     except FileNotFoundError:
@@ -80,7 +81,7 @@ def recall(request: LoadRequest) -> Prepared | None:
         return None
     expected = torch.tensor(recipe.probe)
     if found.shape == expected.shape and _close(found, expected):
-        return Prepared(recipe.facts, runner)
+        return Prepared(recipe.facts, runner, model)
     log.warning("%s does not reproduce what it promises; the model is checked anew", path)
     return None
 
@@ -99,7 +100,7 @@ def remember(request: LoadRequest, prepared: Prepared) -> None:
         names=names,
         probe=_probe(runner, prepared.facts),
     )
-    path = _path(request)
+    path = _path(request, prepared.model_id)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,12 +153,12 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _path(request: LoadRequest) -> Path:
+def _path(request: LoadRequest, model: str) -> Path:
     """Name the recipe after everything that its content depends on."""
     digest = hashlib.blake2b(digest_size=16)
     asked = (request.precision, request.kv_dtype, request.block_size, request.max_model_len)
     described = (*asked, tier(), torch.__version__, version("transformers"))
-    digest.update(repr((model_id(request.model_dir), *described)).encode())
+    digest.update(repr((model, *described)).encode())
     here = Path(__file__).parent
     code = [*here.glob("*.py"), *(here.parent / "kernels").glob("*.py")]
     for file in sorted([*code, *SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")]):

@@ -1,5 +1,6 @@
 """A start from a recipe gives what a checked start gives, or there is no such start."""
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.config import Precision, kv_dtype_for
-from shared.engine import recipe
+from shared.engine import recipe, weights
 from shared.engine.prepare import prepare
 from shared.engine.prepared import LoadRequest, Prepared
 from shared.engine.probe import paged_logits
-from tests.unit.engine_models import BLOCK, CONFIGS, save_model
+from tests.unit.engine_models import BLOCK, CONFIGS, load_engine, save_model
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +165,24 @@ def test_recipes_do_not_pile_up(tmp_path: Path, cache: Path) -> None:
     prepare(asked)
     assert len(list(cache.glob("*.json"))) == 64
     assert recipe.recall(asked) is not None
+
+
+def test_a_start_from_a_recipe_looks_once_which_model_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at twice, files replaced in between are served under the name of the others."""
+    directory = save_model(tmp_path / "model", CONFIGS["llama"]())
+    prepare(request(directory))
+    looked, sample = [], weights._sample
+
+    def counted(path: Path, digest: "hashlib.blake2b") -> None:
+        looked.append(path.name)
+        sample(path, digest)
+
+    monkeypatch.setattr(weights, "_sample", counted)
+    engine = load_engine(directory)
+    assert looked == ["model.safetensors"]
+    assert engine.model_id == weights.model_id(directory)
 
 
 def test_a_worker_imports_no_modelling_code() -> None:

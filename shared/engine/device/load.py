@@ -20,7 +20,7 @@ from shared.engine.loading import end_token_ids, load_model, resolve_max_model_l
 from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
 from shared.engine.quantised import QUANTISED
 from shared.engine.rope import pin_rope
-from shared.engine.weights import check_weights
+from shared.engine.weights import check_weights, model_id
 from shared.errors import BadConfig, ResourceMissing
 from shared.kernels.gpu.plan import Plan
 
@@ -140,7 +140,7 @@ def prepare_on(
         max_model_len=limit,
         eos_token_ids=end_token_ids(model),
     )
-    return Prepared(facts, runner), runner
+    return Prepared(facts, runner, model_id(request.model_dir)), runner
 
 
 def _require_memory(device: Device, request: LoadRequest) -> None:
