@@ -45,16 +45,13 @@ class ChatText:
         self._encode = msgspec.json.Encoder().encode
         self._greeted = [False] * len(call.choices)
         self._usage = None if style.include_usage else UNSET
-        self._templates: dict[int, ChunkTemplate] = {}
+        self._texts = ChunkTemplate(self._chunk_of(ChatChunkChoice(0, ChatDelta(content=MARK))))
 
     def chunk(self, choice: Choice) -> bytes:
         """Return the next events: the role first, then text, then the finish reason."""
         if self._greeted[choice.index] and self._style.logprobs is None and choice.end is None:
             text = choice.take_text()
-            if not text:
-                return b""
-            template = self._templates.get(choice.index) or self._template(choice.index)
-            return template.fill(text)
+            return self._texts.fill(choice.index, text) if text else b""
         piece = choice.take()
         out = b""
         if not self._greeted[choice.index]:
@@ -106,11 +103,6 @@ class ChatText:
             choice.finish_reason,
             self._timeline(choice),
         )
-
-    def _template(self, index: int) -> ChunkTemplate:
-        part = ChatChunkChoice(index, ChatDelta(content=MARK))
-        template = self._templates[index] = ChunkTemplate(self._chunk_of(part))
-        return template
 
     def _event(self, part: ChatChunkChoice) -> bytes:
         return b"data: " + self._encode(self._chunk_of(part)) + b"\n\n"

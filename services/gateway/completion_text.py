@@ -38,16 +38,13 @@ class CompletionText:
         self._echoed = [style.echo is None] * len(call.choices)
         self._usage = None if style.include_usage else UNSET
         self._text_only = style.echo is None and style.logprobs is None
-        self._templates: dict[int, ChunkTemplate] = {}
+        self._texts = ChunkTemplate(self._event(CompletionChoice(0, MARK)))
 
     def chunk(self, choice: Choice) -> bytes:
         """Return the next event of a choice, empty when there is nothing to show."""
         if self._text_only and choice.end is None:
             text = choice.take_text()
-            if not text:
-                return b""
-            template = self._templates.get(choice.index) or self._template(choice.index)
-            return template.fill(text)
+            return self._texts.fill(choice.index, text) if text else b""
         unscored = self._waits_for_prompt(choice)
         if unscored and choice.end is None:
             return b""
@@ -65,11 +62,6 @@ class CompletionText:
     def whole(self) -> bytes:
         """Return the document."""
         return self._encode(self._answer([self._part(choice) for choice in self._call.choices]))
-
-    def _template(self, index: int) -> ChunkTemplate:
-        template = ChunkTemplate(self._event(CompletionChoice(index, MARK)))
-        self._templates[index] = template
-        return template
 
     def _event(self, part: CompletionChoice) -> Completion:
         return Completion(

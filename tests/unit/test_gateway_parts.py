@@ -143,24 +143,32 @@ def test_errors_have_openai_shape() -> None:
     assert (busy.status, busy.headers) == (429, {"retry-after": "1"})
 
 
-@given(text=st.text(), model=st.text(), usage=st.booleans())
+@given(
+    index=st.integers(0, 1000),
+    text=st.text(),
+    model=st.text() | st.just('"index":0'),
+    usage=st.booleans(),
+)
 def test_an_event_from_a_template_is_the_encoded_document(
-    text: str, model: str, usage: bool
+    index: int, text: str, model: str, usage: bool
 ) -> None:
-    """A text with quotes, controls or the name of the mark must not break out of its string."""
+    """A text with quotes, controls or the name of the mark must not break out of its string.
 
-    def completion(text: str) -> Completion:
-        part = CompletionChoice(2, text)
+    Nor may a choice get another one's index.
+    """
+
+    def completion(index: int, text: str) -> Completion:
+        part = CompletionChoice(index, text)
         none = None if usage else msgspec.UNSET
         return Completion(id="i", created=1, model=model, choices=[part], usage=none)
 
-    def chat(text: str) -> ChatCompletionChunk:
-        part = ChatChunkChoice(2, ChatDelta(content=text))
+    def chat(index: int, text: str) -> ChatCompletionChunk:
+        part = ChatChunkChoice(index, ChatDelta(content=text))
         return ChatCompletionChunk(id="i", created=1, model=model, choices=[part])
 
     for make in (completion, chat):
-        document = msgspec.json.encode(make(text))
-        assert ChunkTemplate(make(MARK)).fill(text) == b"data: " + document + b"\n\n"
+        document = msgspec.json.encode(make(index, text))
+        assert ChunkTemplate(make(0, MARK)).fill(index, text) == b"data: " + document + b"\n\n"
 
 
 @given(values=st.lists(st.floats(0, 20) | st.sampled_from([0.1, 1.0, 10.0])))
