@@ -5,6 +5,7 @@ few thousand silent sockets would lock everybody out, and one endless header fil
 """
 
 import asyncio
+import socket
 import weakref
 from typing import Any
 
@@ -15,6 +16,13 @@ HEAD_TIMEOUT = 15.0
 MAX_HEAD = 64 << 10
 """Bytes of request line and headers, give or take one read from the socket."""
 
+PROBE_FIRST, PROBE_LAST = 0.25, 4.0
+"""Seconds between two probes of a client that sends no more, doubled from first to last."""
+PROBE_TIMEOUT = 20.0
+"""Seconds after which such a client whose machine acknowledges nothing has left."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b"3\r\n:\n\n\r\n"
+"""A chunk that event streams ignore; nothing else here is chunked."""
 
 CHUNKS = "diptych.chunks"
 """The key of a ``ChunkWriter`` among the extensions of an ASGI scope."""
@@ -48,6 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._running: list[RequestResponseCycle] = []
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +64,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         for cycle in self._running:  # uvicorn tells the last of pipelined requests only
             cycle.disconnected = True
             cycle.message_event.set()
@@ -69,6 +80,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request head is larger than {MAX_HEAD} bytes.")
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Stay open for a client that may still read, and find out whether it does.
+
+        One that left and one that closed its sending side only look the same until something is
+        written: the former's kernel then breaks the connection, or its machine is gone as well and
+        acknowledges nothing. HTTP/1.0 has nothing to write ahead of an answer, so there both have
+        left.
+        """
+        self._running = [c for c in self._running if not c.response_complete]
+        old = any(cycle.scope["http_version"] == "1.0" for cycle in self._running)
+        if not self._running or old or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        peer: socket.socket = self.transport.get_extra_info("socket")
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(PROBE_TIMEOUT * 1000))
+        self._probe(PROBE_FIRST)
+        return True
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._head_timer is None:
@@ -81,6 +110,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._running.append(self.cycle)
         extensions: dict[str, Any] = {CHUNKS: ChunkWriter(self.cycle)}
         self.cycle.scope["extensions"] = extensions
+
+    def _probe(self, pause: float) -> None:
+        cycle = next((c for c in self._running if not c.response_complete), None)
+        if cycle is None or self.transport.is_closing():
+            return
+        if not cycle.response_started:
+            self.transport.write(_CONTINUE)
+        elif cycle.chunked_encoding and not self.flow.write_paused:
+            self.transport.write(_COMMENT)
+        following = min(2 * pause, PROBE_LAST)
+        self._probe_timer = self.loop.call_later(pause, self._probe, following)
 
     def _await_head(self) -> None:
         self._head_bytes = 0

@@ -2,22 +2,30 @@
 
 import asyncio
 import contextlib
+import socket
 
+import msgspec
 import pytest
 
 from services.gateway import http_protocol
 from tests.conftest import RunAsync
-from tests.transport.gateway_rig import Rig, rig
+from tests.transport.gateway_rig import Rig, expected, rig
 from tests.unit.gateway_model import tokenizer as tokenizer
 
 pytestmark = pytest.mark.usefixtures("tokenizer")
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-BODY = b'{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}'
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
-    len(BODY),
-    BODY,
-)
+STREAM = {"prompt": "Once upon a time", "max_tokens": 40, "stream": True}
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def post(fields: dict[str, object], version: bytes = b"1.1") -> bytes:
+    body = msgspec.json.encode(fields)
+    head = b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % (version, len(body)) + body
+
+
+POST = post(STREAM)
 
 
 async def connect(r: Rig, sent: bytes) -> Connection:
@@ -142,3 +150,131 @@ def test_leaving_ends_every_pipelined_request(run_async: RunAsync) -> None:
             assert r.gateway.broker.state.num_open == 0
 
     run_async(main())
+
+
+def test_a_client_that_only_ends_its_sending_side_gets_the_whole_answer(
+    run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nc -N` got an empty answer: its FIN was taken for a client that has left."""
+    monkeypatch.setattr(http_protocol, "PROBE_FIRST", 0.05)
+
+    async def main() -> None:
+        async with rig() as r:
+            r.router.hold()
+            reader, writer = await connect(r, post(STREAM | {"stream": False}))
+            writer.write_eof()
+            assert await reader.readexactly(3 * len(CONTINUE)) == 3 * CONTINUE
+            r.router.release()
+            head, _, body = (await reader.read()).replace(CONTINUE, b"").partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in head
+            assert msgspec.json.decode(body)["choices"][0]["text"] == expected(40)
+            assert not r.router.cancelled
+            await close([(reader, writer)])
+
+    run_async(main())
+
+
+def test_a_client_that_ends_its_sending_side_within_a_stream_gets_the_rest(
+    run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream broke off after the token that was on its way; a comment must not change it."""
+    monkeypatch.setattr(http_protocol, "PROBE_FIRST", 0.05)
+
+    async def main() -> None:
+        async with rig() as r:
+            r.router.hold(tokens=3)
+            reader, writer = await connect(r, POST)
+            stream = await reader.readuntil(b"data: ")
+            writer.write_eof()
+            for _ in range(3):
+                stream += await reader.readuntil(b"\r\n:\n\n\r\n")
+            r.router.release()
+            stream += await reader.read()
+            assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            events = [e for e in dechunked(stream).split(b"\n\n") if e.startswith(b"data: {")]
+            chunks = [msgspec.json.decode(e.removeprefix(b"data: ")) for e in events]
+            assert "".join(c["choices"][0]["text"] for c in chunks) == expected(40)
+            await close([(reader, writer)])
+
+    run_async(main())
+
+
+def test_a_client_that_sends_no_more_must_acknowledge_what_it_is_sent(
+    run_async: RunAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a container that is gone with its client no kernel is left to break the connection."""
+    monkeypatch.setattr(http_protocol, "PROBE_TIMEOUT", 7.0)
+
+    async def main() -> None:
+        async with rig() as r:
+            r.router.hold()
+            reader, writer = await connect(r, POST)
+            writer.write_eof()
+            await reader.readuntil(CONTINUE)
+            (protocol,) = r.gateway.http._server.server_state.connections
+            peer = protocol.transport.get_extra_info("socket")  # type: ignore[union-attr]
+            assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+            await close([(reader, writer)])
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("half_first", [False, True])
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_noticed_although_nothing_is_written_to_it(
+    run_async: RunAsync,
+    monkeypatch: pytest.MonkeyPatch,
+    half_first: bool,
+    tokens: int,
+    stream: bool,
+) -> None:
+    """Told apart by the answer's bytes alone, the work of one that left would run to its end."""
+    monkeypatch.setattr(http_protocol, "PROBE_FIRST", 0.05)
+
+    async def main() -> None:
+        async with rig() as r:
+            r.router.hold(tokens)
+            reader, writer = await connect(r, post(STREAM | {"stream": stream}))
+            await r.router.until(lambda router: len(router.running) == 1)
+            if stream and tokens:
+                await reader.readuntil(b"data: ")
+            if half_first:
+                writer.write_eof()
+                await reader.readuntil(b":\n\n" if stream and tokens else CONTINUE)
+            await close([(reader, writer)])
+            async with asyncio.timeout(5):
+                await r.router.until(lambda router: len(router.cancelled) == 1)
+            await r.idle()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("sent", [POST[:-1], post(STREAM | {"stream": False}, b"1.0")])
+def test_a_sending_side_that_ends_too_early_ends_the_connection(
+    run_async: RunAsync, sent: bytes
+) -> None:
+    """Half a body never comes whole, and HTTP/1.0 knows nothing to ask a silent client with."""
+
+    async def main() -> None:
+        async with rig() as r:
+            r.router.hold()
+            reader, writer = await connect(r, sent)
+            if sent.endswith(b"}"):
+                await r.router.until(lambda router: len(router.running) == 1)
+            writer.write_eof()
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            await r.idle()
+            await close([(reader, writer)])
+
+    run_async(main())
+
+
+def dechunked(answer: bytes) -> bytes:
+    """Return the body of a chunked answer."""
+    rest, body = answer.partition(b"\r\n\r\n")[2], b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body
