@@ -38,7 +38,11 @@ def test_generate_stream_and_chat(run_async: RunAsync) -> None:
             assert (done.finish_reason, len(done.token_ids)) == ("length", 40)
             assert (done.usage.prompt_tokens, done.usage.cached_tokens) == (4, 3)
             assert done.timeline is not None and done.timeline.split
-            chunks = [c async for c in client.stream([5, 6, 7], max_tokens=40)]
+            r.router.hold(9)  # the others come when the first have been read
+            chunks = []
+            async for chunk in client.stream([5, 6, 7], max_tokens=40):
+                chunks.append(chunk)
+                r.router.release()
             assert "".join(c.text for c in chunks) == expected(40)
             assert len(chunks) > 1
             chat = await client.chat([{"role": "user", "content": "hi"}], max_tokens=9)
