@@ -107,15 +107,15 @@ DIPTYCH_INLINE VF top_of_row(float* scores, const Columns& columns, const Span& 
 template <class D>
 DIPTYCH_INLINE VF weigh_row(const float* scores, char* weights, const Columns& columns,
                             const Span& span, float base) {
-  VF sum = {}, factor = splat(columns.factor), lowest = splat((base - 126.0f) / columns.factor);
+  VF sum = {};
   for (long c = columns.first; c < columns.end; c += kLanes) {
-    VF x = load(scores + c);
+    VF x = load(scores + c) * columns.factor - base;
     if constexpr (D::kKind == Kind::BF16) {
-      VF w = visible(exp2_scaled(x, factor, splat(base), lowest), c, span, 0.0f);
+      VF w = visible(exp2_rough(x), c, span, 0.0f);
       sum += w;
       MemBF16::put(weights + c * 2, w);
     } else {
-      VF w = visible(exp2_of(x * factor - base), c, span, 0.0f);
+      VF w = visible(exp2_of(x), c, span, 0.0f);
       sum += w;
       store(weights + c * 4, w);
     }

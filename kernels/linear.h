@@ -6,9 +6,10 @@
 namespace diptych {
 namespace DIPTYCH_TIER {
 
-constexpr long kChunkBytes = 1 << 20;  // activations kept in L2 while weights stream past
+// Activations kept in L2, which CPUs with a matrix unit have more of, while weights stream past.
+constexpr long kChunkBytes = kMatrixUnit ? 1 << 20 : 384 << 10;
 
-constexpr long kFewRows = kNearBytes > 0 ? 8 : 4;
+constexpr long kFewRows = kMatrixUnit ? 8 : 4;
 
 DIPTYCH_INLINE VF with_bias(const char* sums, const Linear& linear, long col) {
   VF y = load(sums);

@@ -27,6 +27,12 @@
 namespace diptych {
 namespace DIPTYCH_TIER {
 
+#if defined(DIPTYCH_AMX)
+constexpr bool kMatrixUnit = true;  // amx.h
+#else
+constexpr bool kMatrixUnit = false;
+#endif
+
 constexpr int kLanes = DIPTYCH_BYTES / 4;
 typedef float VF __attribute__((vector_size(DIPTYCH_BYTES)));
 typedef int32_t VI __attribute__((vector_size(DIPTYCH_BYTES)));
@@ -283,29 +289,27 @@ DIPTYCH_INLINE VF exp2_fraction(VF f) {
 }
 
 // 2^x; 0 for -infinity and below about 2^-126, infinite above 2^128, NaN stays NaN.
-template <bool kRough = false>
 DIPTYCH_INLINE VF exp2_of(VF x) {
 #if defined(__AVX512F__)
   __m512 y = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // NaN: the second operand
   __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return (VF)_mm512_scalef_ps((__m512)exp2_fraction<kRough>((VF)(y - n)), n);
+  return (VF)_mm512_scalef_ps((__m512)exp2_fraction<false>((VF)(y - n)), n);
 #else
   VF low = x < -126.5f ? splat(-126.5f) : x;
   VF y = low > 127.9f ? splat(127.9f) : low;
   VF shifted = y + kRounder;
   VI n = (VI)shifted - (VI)splat(kRounder);
   VF scale = (VF)((n + 127) << 23);
-  VF result = exp2_fraction<kRough>(y - (shifted - kRounder)) * scale;
+  VF result = exp2_fraction<false>(y - (shifted - kRounder)) * scale;
   return x < -126.0f ? VF{} : result;
 #endif
 }
 
-// 2^(x * factor - base) for an integer `base` and results up to 2; 2^-126 for what is smaller. As
-// rough as exp2_of<true>.
-DIPTYCH_INLINE VF exp2_scaled(VF x, VF factor, VF base, VF lowest) {
-  VF y = lowest > x ? lowest : x;  // lowest = (base - 126) / factor; NaN stays
-  VF whole = y * factor + (kRounder - base);
-  VF fraction = y * factor - (whole - (kRounder - base));
+// 2^x to 2^-13 for x below 127, with few instructions; 2^-126 for what is smaller, NaN stays.
+DIPTYCH_INLINE VF exp2_rough(VF x) {
+  VF y = splat(-126.0f) > x ? splat(-126.0f) : x;
+  VF whole = y + kRounder;
+  VF fraction = y - (whole - kRounder);
   return (VF)((VI)exp2_fraction<true>(fraction) + ((VI)whole << 23));
 }
 

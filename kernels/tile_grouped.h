@@ -155,11 +155,7 @@ struct Ahead {
 
 // How far ahead few rows ask. Where it is 0, the CPU's own prefetch does best undisturbed; Intel's
 // reads 30 GB/s on two cores, and 42 where somebody asks.
-#if defined(DIPTYCH_AMX)
-constexpr long kNearBytes = 8 << 10;
-#else
-constexpr long kNearBytes = 0;
-#endif
+constexpr long kNearBytes = kMatrixUnit ? 8 << 10 : 0;
 
 // One tile of results, as fp32: `height` rows of inputs times a block, rows of `out` `stride` bytes
 // apart. Where a tile can write to where results belong (kDirect), `add`: on top of what is there.
