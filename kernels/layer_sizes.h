@@ -10,13 +10,13 @@ namespace diptych {
 // stay in its cache from the norm to the end and wait for nobody.
 constexpr long kChunkRows = 512;
 constexpr long kOwnRows = 512;
-constexpr long kFewestOwnRows = 128;        // fewer would reread weights too often
-constexpr long kOwnBytes = 64 << 20;        // more would be too much memory: many threads, wide rows
+constexpr long kFewestOwnRows = 128;  // fewer would reread weights too often
+constexpr long kOwnBytes = 64 << 20;  // more would be too much memory: many threads, wide rows
 
 struct StackSizes {  // offsets in bytes
-  long qkv, inner, rows;     // in a workspace of `chunk` rows
-  long chunk, workspace;     // bytes of one; there is one, or one per thread
-  bool own;                  // each thread has rows of its own
+  long qkv, inner, rows;  // in a workspace of `chunk` rows
+  long chunk, workspace;  // bytes of one; there is one, or one per thread
+  bool own;               // each thread has rows of its own
   long q, attended, attention, total;
 };
 
@@ -36,7 +36,8 @@ static inline long workspace_sizes(const StackShape& s, long chunk, StackSizes& 
   z.chunk = chunk;
   z.qkv = 0;
   z.inner = round_up(chunk * (q_width + 2 * s.kv_heads * s.head_dim) * 4, 64);
-  z.rows = z.inner + round_up(chunk * s.inter * 4, 64);
+  long ready = row_bytes(Kind::BF16, s.inter);  // padded, so of narrow layers more than fp32 takes
+  z.rows = z.inner + round_up(chunk * (ready > s.inter * 4 ? ready : s.inter * 4), 64);
   z.workspace = z.rows + round_up(chunk * (row > small ? row : small), 64);  // for any kind
   return z.workspace;
 }
