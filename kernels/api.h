@@ -251,6 +251,5 @@ struct Kernels {
 
 const Kernels* best_kernels();                 // chosen once by cpuid
 const Kernels* find_kernels(const char* name); // null where absent or the CPU cannot run it
-long attention_scratch(const Attention&, const Plan&, int threads);
 
 }  // namespace diptych

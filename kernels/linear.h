@@ -80,6 +80,13 @@ DIPTYCH_INLINE bool is_plain(const Linear& linear, const Output& out, long block
          (block + 1) * kBlockCols <= out.cols;
 }
 
+// Where tile `t` of `count` rows begins: all but the last are full, or, as smaller ones take less
+// time, all of nearly equal height: 16 rows are 8 + 8, not 14 + 2.
+template <class T>
+DIPTYCH_INLINE long first_row(long t, long tiles, long count) {
+  return T::kFull ? min_of(t * T::kRows, count) : t * count / tiles;
+}
+
 // Work is handed out as (chunk of rows, block of columns); the blocks of one chunk follow one
 // another so that the chunk's activations stay in cache.
 template <class T>
@@ -104,8 +111,8 @@ inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, 
     long first = chunk * chunk_tiles, last = min_of(tiles, first + chunk_tiles);
     tile.begin(weights, linear.inputs);
     for (long t = first; t < last; ++t) {
-      long row = T::first_row(t, tiles, count);
-      int height = int(T::first_row(t + 1, tiles, count) - row);
+      long row = first_row<T>(t, tiles, count);
+      int height = int(first_row<T>(t + 1, tiles, count) - row);
       const char* a = reinterpret_cast<const char*>(rows.data) + row * lda;
       TileJob job{height, a,     lda, weights, linear.inputs, sums[turn], kStepBytes, false,
                   {wanted, t - first, last - first, count <= kFewRows}};

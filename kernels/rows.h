@@ -79,7 +79,7 @@ struct Range {
     if (most_bits >= 0x7f800000u) scale = __builtin_nanf("");
   }
   DIPTYCH_INLINE VI rounded(VF x, int most) const {
-    VI q = (VI)(x * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
+    VI q = (VI)(x * inverse + kRounder) - (VI)splat(kRounder);  // to nearest even
     q = q > most ? VI{} + most : q;
     return q < -most ? VI{} - most : q;
   }

@@ -171,16 +171,12 @@ struct TileJob {
   Ahead ahead;
 };
 
-// Where tile `t` of `count` rows begins: tiles are of nearly equal height, 16 rows 8 + 8, not 14 + 2.
-DIPTYCH_INLINE long even_row(long t, long tiles, long count) { return t * count / tiles; }
-
 template <class W, int kPlanes>
 struct TileGrouped {
   static constexpr int kRows = kGroupedRows;
-  static constexpr bool kOverlaps = false, kDirect = false;
+  static constexpr bool kFull = false, kOverlaps = false, kDirect = false;
   static constexpr Kind kKind = W::kInt4 ? kPlanes == 2 ? Kind::I4A16 : Kind::I4
                                          : kPlanes == 2 ? Kind::I8A16 : Kind::I8;
-  static long first_row(long t, long tiles, long count) { return even_row(t, tiles, count); }
   static void begin(const char*, long) {}
   template <class F>
   static void run(const TileJob& job, F&&) {
@@ -209,9 +205,8 @@ struct TileGrouped {
 template <class D>
 struct TileFloat {
   static constexpr int kRows = kTileRows;
-  static constexpr bool kOverlaps = false, kDirect = false;
+  static constexpr bool kFull = false, kOverlaps = false, kDirect = false;
   static constexpr Kind kKind = D::kKind;
-  static long first_row(long t, long tiles, long count) { return even_row(t, tiles, count); }
   static void begin(const char*, long) {}
   template <class F>
   static void run(const TileJob& job, F&&) {

@@ -36,11 +36,10 @@ struct Lines {
 
 struct MatrixBF16 {
   static constexpr int kRows = kMatrixRows;
-  static constexpr bool kOverlaps = true, kDirect = true;
+  static constexpr bool kFull = true, kOverlaps = true, kDirect = true;
   static constexpr Kind kKind = Kind::BF16;
   MatrixUnit unit;
 
-  static long first_row(long t, long, long count) { return min_of(t * kRows, count); }
   static void begin(const char*, long) {}
 
   // `meanwhile` is called now and then: what it does takes no time from the products.
@@ -156,12 +155,10 @@ DIPTYCH_INLINE void keep_sums(char* sums) {
 template <class W, int kPlanes>
 struct MatrixGrouped {
   static constexpr int kRows = 16;
-  static constexpr bool kOverlaps = false, kDirect = false;
+  static constexpr bool kFull = true, kOverlaps = false, kDirect = false;
   static constexpr Kind kKind = TileGrouped<W, kPlanes>::kKind;
   MatrixUnit unit;
   const char* weights = nullptr;
-
-  static long first_row(long t, long, long count) { return min_of(t * kRows, count); }
 
   void begin(const char* block, long inputs) {
     static thread_local ThreadMemory memory;

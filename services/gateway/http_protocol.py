@@ -88,9 +88,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         acknowledges nothing. HTTP/1.0 has nothing to write ahead of an answer, so there both have
         left.
         """
-        self._running = [c for c in self._running if not c.response_complete]
-        old = any(cycle.scope["http_version"] == "1.0" for cycle in self._running)
-        if not self._running or old or self.cycle.more_body:
+        open_cycles = self._unanswered()
+        old = any(cycle.scope["http_version"] == "1.0" for cycle in open_cycles)
+        if not open_cycles or old or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
         peer: socket.socket = self.transport.get_extra_info("socket")
@@ -106,15 +106,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_arrived()
         super().on_headers_complete()
-        self._running = [c for c in self._running if not c.response_complete]
-        self._running.append(self.cycle)
+        self._unanswered().append(self.cycle)
         extensions: dict[str, Any] = {CHUNKS: ChunkWriter(self.cycle)}
         self.cycle.scope["extensions"] = extensions
 
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        """Forget the requests that have their answer; return the others, as kept here."""
+        self._running = [c for c in self._running if not c.response_complete]
+        return self._running
+
     def _probe(self, pause: float) -> None:
-        cycle = next((c for c in self._running if not c.response_complete), None)
-        if cycle is None or self.transport.is_closing():
+        open_cycles = self._unanswered()
+        if not open_cycles or self.transport.is_closing():
             return
+        cycle = open_cycles[0]
         if not cycle.response_started:
             self.transport.write(_CONTINUE)
         elif cycle.chunked_encoding and not self.flow.write_paused:
@@ -132,7 +137,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_late(self) -> None:
-        if any(not cycle.response_complete for cycle in self._running):
+        if self._unanswered():
             # half a pipelined request behind one that is still being answered
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_late)
         elif not self.transport.is_closing():
