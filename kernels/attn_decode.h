@@ -155,7 +155,7 @@ DIPTYCH_INLINE void add_values(const char* v, const long* offsets, long count, l
   }
 }
 
-// The same for any kind of keys, and for the values that lie beside them.
+// The same for any kind of keys.
 template <class K, int G>
 DIPTYCH_INLINE void dots_of(const char* k, const long* offsets, long count, long ahead, long dim,
                             const char* q, long q_stride, float* scores, long ld) {
@@ -166,17 +166,6 @@ DIPTYCH_INLINE void dots_of(const char* k, const long* offsets, long count, long
 #endif
     dot_keys<K, G>(k, offsets, count, ahead, dim, q, q_stride, scores, ld);
 }
-template <class K, int G>
-DIPTYCH_INLINE void values_of(const char* v, const long* offsets, long count, long ahead, long dim,
-                              const float* weights, long ld, float* out, long out_stride) {
-#if defined(__AVX512F__)
-  if constexpr (K::kBytes)
-    return add_bytes<G>(v, offsets, count, ahead, dim, weights, ld, out, out_stride);
-  else
-#endif
-    add_values<typename K::Mem, G>(v, offsets, count, ahead, dim, weights, ld, out, out_stride);
-}
-
 template <int G>
 struct HeadCount {
   static constexpr int value = G;
@@ -315,18 +304,31 @@ inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit
   ScoreScale scale(a);
   for (long i = 0; i < count; ++i)
     soften(scores + i * kScoreStride, n, scale, sums + i * sizes.partial_stride + sizes.sum_stride);
-  for (long i = 0; i < count; ++i)
-    memset(sums + i * sizes.partial_stride, 0, size_t(sizes.sum_stride) * 4);
   if (after.item) prefetch_first<M>(pool, batch, after, pool.k, pool.k_dim);
-  for (long t = 0; t < n; t += kLanes) {
-    long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
+  const char* values = pool.v;
+#if defined(__AVX512F__)
+  if constexpr (K::kBytes) {
+    long row = row_bytes_of<M>(pool.v_dim);
     each_group([&](auto heads, long head, long h) {
-      const char* values = pool.v + h * row_bytes_of<M>(pool.v_dim);
-      values_of<K, decltype(heads)::value>(values, offsets + t, left, ahead, pool.v_dim,
-                                            scores + head * kScoreStride + t, kScoreStride,
-                                            sums + head * sizes.partial_stride,
-                                            sizes.partial_stride);
+      long ahead = head == 0 ? kv_count * row : 0;  // what one head reads brings the others' rows
+      add_bytes<decltype(heads)::value>(values + h * row, offsets, n, ahead, pool.v_dim,
+                                        scores + head * kScoreStride, kScoreStride,
+                                        sums + head * sizes.partial_stride, sizes.partial_stride);
     });
+  } else
+#endif
+  {
+    for (long i = 0; i < count; ++i)
+      memset(sums + i * sizes.partial_stride, 0, size_t(sizes.sum_stride) * 4);
+    for (long t = 0; t < n; t += kLanes) {
+      long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
+      each_group([&](auto heads, long head, long h) {
+        add_values<M, decltype(heads)::value>(
+            values + h * row_bytes_of<M>(pool.v_dim), offsets + t, left, ahead, pool.v_dim,
+            scores + head * kScoreStride + t, kScoreStride, sums + head * sizes.partial_stride,
+            sizes.partial_stride);
+      });
+    }
   }
   if (item.partial >= 0) {
     memcpy(partials + (item.partial * a.heads + first) * sizes.partial_stride, sums,

@@ -78,26 +78,46 @@ DIPTYCH_INLINE void dot_bytes(const char* k, const long* offsets, long count, lo
   }
 }
 
-// out[g][0 … dim) += sum over up to 16 keys of weights[g][t] * V row t. A weight times its row's
-// scale becomes a 15-bit integer; keys are added in pairs.
+// What the values of a unit's keys are multiplied with: weights times their rows' scales as 15-bit
+// integers, and per head what the sums of those mean.
+template <int G>
+struct IntegerWeights {
+  alignas(64) int16_t pairs[G][kPartition];
+  float factors[G];
+
+  // `weights` are zero from `count` on to a whole vector.
+  IntegerWeights(const char* v, const long* offsets, long count, long dim, const float* weights,
+                 long ld) {
+    constexpr int kMost = 32767;
+    long bytes = row_bytes_of<MemI8>(dim);
+    float scales[kPartition];
+    for (long t = 0; t < count; ++t) scales[t] = row_scale<MemI8>(v + offsets[t] * bytes, dim);
+    for (long t = count; t % kLanes != 0; ++t) scales[t] = 0.0f;
+    for (int g = 0; g < G; ++g, weights += ld) {
+      VU largest = {};
+      for (long t = 0; t < count; t += kLanes) {
+        VU size = (VU)absolute(load(weights + t) * load(scales + t));
+        largest = size > largest ? size : largest;
+      }
+      Range range(max_integers(largest), kMost);
+      for (long t = 0; t < count; t += kLanes) {
+        VI whole = range.rounded(load(weights + t) * load(scales + t), kMost);
+        VH narrow = __builtin_convertvector(whole, VH);
+        memcpy(pairs[g] + t, &narrow, sizeof narrow);
+      }
+      factors[g] = range.scale;
+    }
+  }
+};
+
+// out[g][0 … dim) = sum over `count` keys of weights[g][t] * V row t. Keys are added in pairs; 256 of
+// them fit a sum. Of the row that comes kLanes keys later `ahead` bytes are asked for.
 template <int G>
 DIPTYCH_INLINE void add_bytes(const char* v, const long* offsets, long count, long ahead, long dim,
                               const float* weights, long ld, float* out, long out_stride) {
-  constexpr int kMost = 32767;
+  static_assert(kPartition * 32767l * 128 < 1l << 31);
   long bytes = row_bytes_of<MemI8>(dim);
-  float scales[kLanes] = {}, factors[G];
-  for (long t = 0; t < count; ++t) {
-    if (t < ahead) prefetch_row(v + offsets[t + kLanes] * bytes, bytes);
-    scales[t] = row_scale<MemI8>(v + offsets[t] * bytes, dim);
-  }
-  uint16_t pairs[G][kLanes];
-  for (int g = 0; g < G; ++g) {
-    VF w = load(weights + g * ld) * load(scales);
-    Range range(max_integers((VU)absolute(w)), kMost);
-    VH whole = __builtin_convertvector(range.rounded(w, kMost), VH);
-    memcpy(pairs[g], &whole, sizeof whole);
-    factors[g] = range.scale;
-  }
+  IntegerWeights<G> integers(v, offsets, count, dim, weights, ld);
   // Of each 32 elements, 128 bits hold 8: 0 … 3 of each are in one sum, 4 … 7 in another.
   const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -109,6 +129,8 @@ DIPTYCH_INLINE void add_bytes(const char* v, const long* offsets, long count, lo
     for (long t = 0; t < count; t += 2) {
       const char* a = v + offsets[t] * bytes + d;
       const char* b = t + 1 < count ? v + offsets[t + 1] * bytes + d : a;  // its weight is 0
+      for (long i = t; d == 0 && i < t + 2 && i + kLanes < count; ++i)
+        prefetch_row(v + offsets[i + kLanes] * bytes, ahead);
       __m512i x[4];
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
@@ -119,7 +141,7 @@ DIPTYCH_INLINE void add_bytes(const char* v, const long* offsets, long count, lo
       }
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        __m512i w = _mm512_set1_epi32(load_integer(pairs[g] + t));
+        __m512i w = _mm512_set1_epi32(load_integer(integers.pairs[g] + t));
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) acc[g][j] = _mm512_dpwssd_epi32(acc[g][j], x[j], w);
       }
@@ -127,14 +149,15 @@ DIPTYCH_INLINE void add_bytes(const char* v, const long* offsets, long count, lo
     int halves = left > 32 ? 2 : 1;  // `out` is padded to whole 32 elements
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      for (int i = 0; i < halves; ++i) {
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        if (i >= halves) break;
         __m512i low = acc[g][2 * i], high = acc[g][2 * i + 1];
         float* to = out + g * out_stride + d + 32 * i;
         VI parts[2] = {(VI)_mm512_permutex2var_epi32(low, first, high),
                        (VI)_mm512_permutex2var_epi32(low, second, high)};
         for (int j = 0; j < 2; ++j)
-          store(to + 16 * j, load(to + 16 * j) +
-                                 __builtin_convertvector(parts[j], VF) * factors[g]);
+          store(to + 16 * j, __builtin_convertvector(parts[j], VF) * integers.factors[g]);
       }
     }
   }

@@ -76,6 +76,20 @@ DIPTYCH_INLINE T number_at(const char* p) {
   return x;
 }
 
+// Where there are multiply-adds of 512 bits, sums of one plane begin with the bits of kRounder: added to
+// them, an integer below 2^22 makes a float that much larger, which no conversion has to make.
+#if defined(__AVX512F__)
+constexpr bool kBiasedSums = true;
+// (sum - kRounder) * scale, rounded once: scales of weights have 11 bits, so the product taken away
+// is exact.
+DIPTYCH_INLINE VF unbiased(VF sum, VF scale) {
+  return (VF)_mm512_fmsub_ps((__m512)sum, (__m512)scale, (__m512)(scale * kRounder));
+}
+#else
+constexpr bool kBiasedSums = false;
+DIPTYCH_INLINE VF unbiased(VF sum, VF scale) { return (sum - kRounder) * scale; }
+#endif
+
 // What is asked for meanwhile: with every group, `lines` more lines at `next`; group `turn` goes on at
 // `then`.
 struct Asked {
@@ -91,6 +105,7 @@ DIPTYCH_INLINE void tile_grouped(const char* a, long lda, const char* block, lon
   const char* scales = a + groups * kPlanes * kGroup;
   const char* offsets = scales + groups * 4;
   constexpr bool kKeep = DIPTYCH_BYTES == 64;  // sums wait in registers, else in memory
+  constexpr bool kBiased = kBiasedSums && kPlanes == 1;
   VF sums[kKeep ? R : 1][kBlockVecs] = {};
   if constexpr (!kKeep) memset(out, 0, R * kStepBytes);
   for (long g = 0; g < groups; ++g, block += W::kBytes) {
@@ -104,7 +119,8 @@ DIPTYCH_INLINE void tile_grouped(const char* a, long lda, const char* block, lon
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < kBlockVecs; ++v) acc[r][v] = VI{} + (kPlanes == 1 ? offset_of(r) : 0);
+      for (int v = 0; v < kBlockVecs; ++v)
+        acc[r][v] = (kBiased ? (VI)splat(kRounder) : VI{}) + (kPlanes == 1 ? offset_of(r) : 0);
     W::template add<R>(acc, a + g * kGroup, lda, block);
     if constexpr (kPlanes == 2) {
 #pragma GCC unroll 16
@@ -125,7 +141,8 @@ DIPTYCH_INLINE void tile_grouped(const char* a, long lda, const char* block, lon
       float scale = number_at<float>(scales + r * lda + g * 4);
 #pragma GCC unroll 16
       for (int v = 0; v < kBlockVecs; ++v) {
-        VF y = __builtin_convertvector(acc[r][v], VF) * weight_scale[v];
+        VF y = kBiased ? unbiased((VF)acc[r][v], weight_scale[v])
+                       : __builtin_convertvector(acc[r][v], VF) * weight_scale[v];
         char* to = out + r * kStepBytes + v * DIPTYCH_BYTES;
         VF sum = kKeep ? sums[kKeep ? r : 0][v] : load(to);
         if constexpr (W::kInt4) sum += least[v] * number_at<float>(offsets + r * lda + g * 4);
