@@ -32,30 +32,42 @@ class MatrixUnit {
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
   ~MatrixUnit() {
-    if (upper_ != 0) asm volatile("tilerelease" ::: "memory");
+    if (rows_[0] != 0) asm volatile("tilerelease" ::: "memory");
   }
 
-  // `upper` and `lower` rows of inputs, `steps` 4-byte steps at a time.
-  void shape(int upper, int lower, int steps) {
-    if (upper == upper_ && lower == lower_ && steps == steps_) return;
-    upper_ = upper, lower_ = lower, steps_ = steps;
-    struct alignas(64) {
-      uint8_t palette = 1, start = 0, none[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } c;
-    auto set = [&c](int tile, int rows, int bytes) {
-      c.rows[tile] = uint8_t(rows);
-      c.row_bytes[tile] = uint16_t(rows > 0 ? bytes : 0);
-    };
-    set(0, upper, 64), set(1, upper, 64), set(2, lower, 64), set(3, lower, 64);
-    set(4, upper, steps * 4), set(5, lower, steps * 4);
-    set(6, steps, 64), set(7, steps, 64);
-    asm volatile("ldtilecfg %0" ::"m"(c) : "memory");
+  // Registers as above: `upper` and `lower` rows of inputs, 16 4-byte steps at a time.
+  void shape(int upper, int lower) {
+    if (upper == rows_[0] && lower == rows_[1]) return;
+    rows_[0] = upper, rows_[1] = lower;
+    Shape shape;
+    shape.set(0, upper, 64), shape.set(1, upper, 64), shape.set(4, upper, 64);
+    shape.set(2, lower, 64), shape.set(3, lower, 64), shape.set(5, lower, 64);
+    shape.set(6, 16, 64), shape.set(7, 16, 64);
+    shape.load();
+  }
+  // For groups of 32 bytes: 0, 1, 2 and 5 are sums of `rows`, 4 and 7 inputs, 3 and 6 weights.
+  void shape_grouped(int rows) {
+    if (rows == rows_[0] && rows_[1] < 0) return;
+    rows_[0] = rows, rows_[1] = -1;
+    Shape shape;
+    shape.set(0, rows, 64), shape.set(1, rows, 64), shape.set(2, rows, 64), shape.set(5, rows, 64);
+    shape.set(4, rows, 32), shape.set(7, rows, 32);
+    shape.set(3, 8, 64), shape.set(6, 8, 64);
+    shape.load();
   }
 
  private:
-  int upper_ = 0, lower_ = 0, steps_ = 0;
+  struct alignas(64) Shape {
+    uint8_t palette = 1, start = 0, none[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+    void set(int tile, int count, int bytes) {
+      rows[tile] = uint8_t(count);
+      row_bytes[tile] = uint16_t(count > 0 ? bytes : 0);
+    }
+    void load() const { asm volatile("ldtilecfg %0" ::"m"(*this) : "memory"); }
+  };
+  int rows_[2] = {0, 0};
 };
 
 // Sums of 16 steps from `a` and `block` on; kLower: there are more than 16 rows. `meanwhile` is
@@ -125,7 +137,7 @@ DIPTYCH_INLINE void matrix_bf16_of(const MatrixTile& t, F&& meanwhile) {
 template <class F>
 DIPTYCH_INLINE void matrix_bf16(MatrixUnit& unit, int height, const MatrixTile& tile, F&& meanwhile) {
   int upper = height < 16 ? height : 16;
-  unit.shape(upper, height - upper, kTileSteps);
+  unit.shape(upper, height - upper);
   if (height > 16) return matrix_bf16_of<true>(tile, meanwhile);
   matrix_bf16_of<false>(tile, meanwhile);
 }

@@ -139,8 +139,8 @@ template <class W, int kPlanes>
 inline void linear_grouped(const Crew& crew, const Linear& linear, const Rows& rows, long count,
                            const Output& out) {
 #if defined(DIPTYCH_AMX)
-  // Fewer rows are not worth unpacking the weights.
-  if (count >= (kPlanes == 2 ? 16 : 24))
+  // A tile takes as long for fewer rows; int4 must be unpacked first.
+  if (count >= (W::kInt4 ? 12 : 8))
     return linear_as<MatrixGrouped<W, kPlanes>>(crew, linear, rows, count, out);
 #endif
   linear_as<TileGrouped<W, kPlanes>>(crew, linear, rows, count, out);

@@ -77,28 +77,21 @@ class ThreadMemory {
   long size_ = 0;
 };
 
-// Of one group of an unpacked block: 8 steps of signed weights, the scales of the columns in fp32
-// and, of int4, their least values.
-template <class W>
-constexpr long kUnpacked = kGroupSteps * kStepBytes + (W::kInt4 ? 2 : 1) * kBlockCols * 4;
+// Of one group of an unpacked int4 block: 8 steps of weights, the scales of the columns in fp32 and
+// their least values.
+constexpr long kUnpacked = kGroupSteps * kStepBytes + 2 * kBlockCols * 4;
 
-template <class W>
 inline void unpack_block(const char* block, long groups, char* out) {
-  for (long g = 0; g < groups; ++g, block += W::kBytes, out += kUnpacked<W>) {
-    for (long at = 0; at < W::kSteps * kStepBytes; at += DIPTYCH_BYTES) {
-      VU x = load_raw(block + at);
-      if constexpr (W::kInt4) {  // the halves of each byte are two steps
-        char* to = out + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
-        store(to, (VF)(x & 0x0f0f0f0fu));
-        store(to + kStepBytes, (VF)(x >> 4 & 0x0f0f0f0fu));
-      } else {
-        store(out + at, (VF)(x ^ 0x80808080u));
-      }
+  for (long g = 0; g < groups; ++g, block += kInt4Bytes, out += kUnpacked) {
+    for (long at = 0; at < Weights4::kSteps * kStepBytes; at += DIPTYCH_BYTES) {
+      VU x = load_raw(block + at);  // the halves of each byte are two steps
+      char* to = out + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
+      store(to, (VF)(x & 0x0f0f0f0fu));
+      store(to + kStepBytes, (VF)(x >> 4 & 0x0f0f0f0fu));
     }
-    const char* numbers = block + W::kSteps * kStepBytes;
+    const char* numbers = block + Weights4::kSteps * kStepBytes;
     char* to = out + kGroupSteps * kStepBytes;
-    for (long i = 0; i < (W::kInt4 ? 2 : 1) * kBlockCols; i += kLanes)
-      store(to + i * 4, MemF16::get(numbers + i * 2));
+    for (long i = 0; i < 2 * kBlockCols; i += kLanes) store(to + i * 4, MemF16::get(numbers + i * 2));
   }
 }
 
@@ -112,31 +105,47 @@ struct RounderTile {
 };
 constexpr RounderTile kRounders;
 
+// Weights that are -128 everywhere.
+struct OffsetTile {
+  alignas(64) uint32_t values[kGroupSteps * 16];
+  constexpr OffsetTile() : values() {
+    for (uint32_t& value : values) value = 0x80808080u;
+  }
+};
+constexpr OffsetTile kOffsets;
+
 // Integer sums of 16 rows and 16 columns of one group, for each plane of the inputs, in one of two
-// sets of registers: 0 and 1, or 2 and 3. `plane`: bytes between planes.
-template <int kSet, int kPlanes>
+// sets of registers: 0 and 1, or 2 and 5. `plane`: bytes between planes. Weights of int8 count as value
+// + 128: register 3 holds -128 everywhere, which takes that away again.
+#define DIPTYCH_SUM_GROUP(sum, in)                          \
+  do {                                                      \
+    if constexpr (kPlanes == 1)                             \
+      DIPTYCH_TILE_LOAD(sum, kRounders.values, kTileBytes); \
+    else                                                    \
+      DIPTYCH_TILE_ZERO(sum);                               \
+    if constexpr (kInt4) {                                  \
+      DIPTYCH_TILE_DOT("tdpbssd", sum, in, 6);              \
+    } else {                                                \
+      DIPTYCH_TILE_DOT("tdpbssd", sum, in, 3);              \
+      DIPTYCH_TILE_DOT("tdpbsud", sum, in, 6);              \
+    }                                                       \
+  } while (0)
+template <bool kInt4, int kSet, int kPlanes>
 DIPTYCH_INLINE void multiply_group(const char* a, long lda, long plane, const char* weights) {
   DIPTYCH_TILE_LOAD(4, a, lda);
   DIPTYCH_TILE_LOAD(6, weights, kStepBytes);
-  if constexpr (kPlanes == 2) DIPTYCH_TILE_LOAD(5, a + plane, lda);
-  if constexpr (kSet == 0 && kPlanes == 1) {
-    DIPTYCH_TILE_LOAD(0, kRounders.values, kTileBytes);
-    DIPTYCH_TILE_DOT("tdpbssd", 0, 4, 6);
-  } else if constexpr (kSet == 0) {
-    DIPTYCH_TILE_ZERO(0);
-    DIPTYCH_TILE_DOT("tdpbssd", 0, 4, 6);
-    DIPTYCH_TILE_ZERO(1);
-    DIPTYCH_TILE_DOT("tdpbssd", 1, 5, 6);
-  } else if constexpr (kPlanes == 1) {
-    DIPTYCH_TILE_LOAD(2, kRounders.values, kTileBytes);
-    DIPTYCH_TILE_DOT("tdpbssd", 2, 4, 6);
-  } else {
-    DIPTYCH_TILE_ZERO(2);
-    DIPTYCH_TILE_DOT("tdpbssd", 2, 4, 6);
-    DIPTYCH_TILE_ZERO(3);
-    DIPTYCH_TILE_DOT("tdpbssd", 3, 5, 6);
-  }
+  if constexpr (kSet == 0)
+    DIPTYCH_SUM_GROUP(0, 4);
+  else
+    DIPTYCH_SUM_GROUP(2, 4);
+  if constexpr (kPlanes == 1) return;
+  DIPTYCH_TILE_LOAD(7, a + plane, lda);
+  if constexpr (kSet == 0)
+    DIPTYCH_SUM_GROUP(1, 7);
+  else
+    DIPTYCH_SUM_GROUP(5, 7);
 }
+#undef DIPTYCH_SUM_GROUP
 
 constexpr long kSumBytes = 16 * kTileBytes;  // of one plane: [16 rows][16 columns]
 
@@ -147,7 +156,7 @@ DIPTYCH_INLINE void keep_sums(char* sums) {
     if constexpr (kPlanes == 2) DIPTYCH_TILE_STORE(1, sums + kSumBytes, kTileBytes);
   } else {
     DIPTYCH_TILE_STORE(2, sums, kTileBytes);
-    if constexpr (kPlanes == 2) DIPTYCH_TILE_STORE(3, sums + kSumBytes, kTileBytes);
+    if constexpr (kPlanes == 2) DIPTYCH_TILE_STORE(5, sums + kSumBytes, kTileBytes);
   }
 }
 
@@ -157,22 +166,24 @@ struct MatrixGrouped {
   static constexpr int kRows = 16;
   static constexpr bool kFull = true, kOverlaps = false, kDirect = false;
   static constexpr Kind kKind = TileGrouped<W, kPlanes>::kKind;
+  // Bytes of a group of weights as they are multiplied, and of a number of a column behind them.
+  static constexpr long kForm = W::kInt4 ? kUnpacked : kGroupBytes, kNumber = W::kInt4 ? 4 : 2;
   MatrixUnit unit;
   const char* weights = nullptr;
 
   void begin(const char* block, long inputs) {
-    static thread_local ThreadMemory memory;
-    char* to = memory.at_least(groups_of(inputs) * kUnpacked<W>);
-    unpack_block<W>(block, groups_of(inputs), to);
-    weights = to;
+    weights = block;
+    if constexpr (W::kInt4) {
+      static thread_local ThreadMemory memory;
+      char* to = memory.at_least(groups_of(inputs) * kUnpacked);
+      unpack_block(block, groups_of(inputs), to);
+      weights = to;
+    }
   }
 
   // A row's integer sums times `scale`, rounded once.
   static DIPTYCH_INLINE VF scaled(const char* sums, VF scale) {
-    if constexpr (kPlanes == 1) {  // the product subtracted is exact: scales have 11 bits
-      __m512 shift = (__m512)(scale * kRounder);
-      return (VF)_mm512_fmsub_ps((__m512)load(sums), (__m512)scale, shift);
-    }
+    if constexpr (kPlanes == 1) return unbiased(load(sums), scale);
     VI acc = ((VI)load_raw(sums) << 8) + (VI)load_raw(sums + kSumBytes);
     return __builtin_convertvector(acc, VF) * scale;
   }
@@ -182,8 +193,11 @@ struct MatrixGrouped {
   template <bool kWhole>
   static DIPTYCH_INLINE void scale(VF* total, const char* sums, const char* scales,
                                    const char* offsets, long lda, int height, const char* numbers) {
-    VF weight_scale = load(numbers), least = {};
-    if constexpr (W::kInt4) least = load(numbers + kBlockCols * 4);
+    VF weight_scale, least = {};
+    if constexpr (W::kInt4)
+      weight_scale = load(numbers), least = load(numbers + kBlockCols * 4);
+    else
+      weight_scale = MemF16::get(numbers);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       long at = (kWhole || r < height ? r : height - 1) * lda;
@@ -205,13 +219,13 @@ struct MatrixGrouped {
       constexpr int kSet = decltype(set)::value;
       if (g < groups) {
         lines.ask();
-        multiply_group<kSet, kPlanes>(a + g * kGroup, lda, groups * kGroup,
-                                      columns + g * kUnpacked<W>);
+        multiply_group<W::kInt4, kSet, kPlanes>(a + g * kGroup, lda, groups * kGroup,
+                                      columns + g * kForm);
       }
       if (g > 0 && g <= groups) keep_sums<1 - kSet, kPlanes>(sums[1 - kSet]);
       if (g > 1)
         scale<kWhole>(total, sums[kSet], scales + (g - 2) * 4, scales + (groups + g - 2) * 4, lda,
-                      height, numbers + (g - 2) * kUnpacked<W>);
+                      height, numbers + (g - 2) * kForm);
     };
     for (long g = 0; g < groups + 2; g += 2) {
       step(g, Height<0>{});
@@ -225,16 +239,17 @@ struct MatrixGrouped {
   template <class F>
   void run(const TileJob& job, F&&) {
     int height = job.height;
-    unit.shape(height, height, kGroupSteps);
+    unit.shape_grouped(height);
+    if constexpr (!W::kInt4) DIPTYCH_TILE_LOAD(3, kOffsets.values, kTileBytes);
     long groups = groups_of(job.inputs);
-    Lines lines(job, false, groups * W::kBytes, 2 * groups);  // this block has been read already
+    Lines lines(job, false, groups * W::kBytes, 2 * groups);
     const char* numbers = weights + kGroupSteps * kStepBytes;
     for (long at = 0; at < kStepBytes; at += kTileBytes) {
-      const char* columns = weights + at;
+      const char *columns = weights + at, *scales = numbers + at / 4 * kNumber;
       if (height == kRows)
-        half<true>(height, job.a, job.lda, groups, columns, numbers + at, job.out + at, lines);
+        half<true>(height, job.a, job.lda, groups, columns, scales, job.out + at, lines);
       else
-        half<false>(height, job.a, job.lda, groups, columns, numbers + at, job.out + at, lines);
+        half<false>(height, job.a, job.lda, groups, columns, scales, job.out + at, lines);
     }
   }
 };
