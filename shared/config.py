@@ -17,12 +17,12 @@ from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
 from shared.messages.fleet import CodecRule, PathRule
+from shared.precision import PrecisionRule, kv_dtype_for
 from shared.yaml_file import read_mapping
 
 Seconds = NewType("Seconds", float)
 ByteSize = NewType("ByteSize", int)
 
-Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 _NAME_PATTERN = r"^[a-z0-9-]{1,32}$"
 _PATTERNS = {DEVICE_PATTERN: "cpu, cuda, cuda:N", _NAME_PATTERN: "1 to 32 of a-z, 0-9 and -"}
 DeploymentType = Literal["colocated", "split"]
@@ -44,12 +44,12 @@ class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     ``device``: ``cpu``, ``cuda`` or ``cuda:N``; all processes of the role share it.
     ``precision`` is that of the weights; ``kv_dtype`` that of keys and values: the same, or bf16
-    under int8 and int4 weights, unless named.
+    under int8, int4 and ``auto`` weights, unless named.
     """
 
     count: NonNegative = 1
     device: Annotated[str, Meta(pattern=DEVICE_PATTERN)] = "cpu"
-    precision: Precision = "bf16"
+    precision: PrecisionRule = "bf16"
     kv_dtype: KvDtype | None = None
     threads: Positive | None = None
     cores: tuple[tuple[int, ...], ...] | None = None
@@ -175,16 +175,6 @@ class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def kv_dtype_for(precision: Precision, asked: KvDtype | None) -> KvDtype:
-    """Return the dtype of keys and values: the one asked for, or what suits the weights."""
-    if asked is not None:
-        return asked
-    match precision:
-        case "int8" | "int4":
-            return "bf16"
-    return precision
 
 
 def parse_size(text: object) -> ByteSize:

@@ -8,13 +8,13 @@ from typing import Final
 
 import torch
 
-from shared.config import Precision
 from shared.engine.attention import ATTENTION_NAME
 from shared.engine.loading import HfModel
 from shared.engine.probe import Logits, paged_logits, prompts
 from shared.engine.runner import ModelRunner
 from shared.errors import UnsupportedModel
 from shared.kv.layout import KvDtype, KvLayout
+from shared.precision import Precision
 
 _TOLERANCE: Final[dict[Precision, float]] = {
     "fp32": 1e-3,

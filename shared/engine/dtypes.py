@@ -4,8 +4,8 @@ from typing import Final
 
 import torch
 
-from shared.config import Precision
 from shared.kernels.types import LinearKind
+from shared.precision import Precision
 
 LOADED_AS: Final[dict[Precision, torch.dtype]] = {
     "fp32": torch.float32,

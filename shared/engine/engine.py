@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shared.config import Precision, kv_dtype_for
 from shared.device.device import KvMemory
 from shared.engine.batch import Sampled, SequenceInput, StepInput, StepResult
 from shared.engine.pools import pools
@@ -19,6 +18,7 @@ from shared.engine.step import IntArray, OnLayer, PackedStep
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.layout import KvDtype, KvLayout
 from shared.kv.memory import give_back_freed
+from shared.precision import Precision, kv_dtype_for
 
 
 class Engine:

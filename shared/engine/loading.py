@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shared.config import Precision
 from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.dtypes import LOADED_AS
 from shared.engine.weights import check_weights, require_memory
 from shared.errors import BadConfig, UnsupportedModel
+from shared.precision import Precision
 
 HfModel: TypeAlias = Any
 """A transformers causal language model; the library is not typed."""

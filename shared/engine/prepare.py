@@ -4,7 +4,6 @@ import logging
 
 import torch
 
-from shared.config import Precision
 from shared.engine.checks import inspect_model
 from shared.engine.comparison import difference, own_logits, require_equal, tolerance
 from shared.engine.dtypes import KINDS
@@ -19,6 +18,7 @@ from shared.engine.runner import ModelRunner
 from shared.engine.weights import model_id
 from shared.kernels.llama import LlamaStack
 from shared.kv.layout import KvLayout
+from shared.precision import Precision
 
 log = logging.getLogger(__name__)
 

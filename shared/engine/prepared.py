@@ -4,9 +4,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from shared.config import Precision
 from shared.engine.runner import ModelRunner
 from shared.kv.layout import KvDtype, KvLayout
+from shared.precision import Precision
 
 
 class LoadRequest(Struct, frozen=True):

@@ -5,11 +5,11 @@ from typing import Final
 import torch
 from torch import nn
 
-from shared.config import Precision
 from shared.engine.loading import HfModel
 from shared.kernels.int4 import warn_off_grid
 from shared.kernels.ops import PackedLinear
 from shared.kernels.types import INT4, LinearKind
+from shared.precision import Precision
 
 QUANTISED: Final[dict[Precision, LinearKind]] = {"int8": "int8", "int4": "int4a16"}
 """Precisions whose weights are rounded to integers, and the arithmetic of their layers."""

@@ -4,19 +4,13 @@ import os
 
 from msgspec import Struct
 
-from shared.config import (
-    Deployment,
-    Precision,
-    SecuritySection,
-    TransferSection,
-    WorkerSection,
-    kv_dtype_for,
-)
+from shared.config import Deployment, SecuritySection, TransferSection, WorkerSection
 from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection
 from shared.ids import WorkerId
 from shared.kv.layout import KvDtype
 from shared.messages.fleet import Role
+from shared.precision import Precision, chosen_precision, kv_dtype_for
 from shared.runtime import (
     advertised,
     bulk_endpoint,
@@ -82,13 +76,14 @@ def worker_settings(
     role = dict(known)[worker]
     section: WorkerSection = getattr(deployment.workers, role)
     cores = _cores(deployment, section, worker)
+    precision = chosen_precision(section.precision, role, section.device)
     transfer = deployment.transfer
     return WorkerSettings(
         worker=worker,
         role=role,
         model=deployment.model.path,
         device=section.device,
-        precision=section.precision,
+        precision=precision,
         kv_dtype=kv_dtype_for(section.precision, section.kv_dtype),
         block_size=deployment.model.block_size,
         max_model_len=deployment.model.max_model_len,

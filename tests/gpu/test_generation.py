@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import kv_dtype_for
 from shared.device.cuda import CudaDevice
 from shared.engine.device.load import DeviceRequest, choose_kernels, prepare_on, start_on
 from shared.engine.engine import Engine
 from shared.engine.prepared import LoadRequest
+from shared.precision import kv_dtype_for
 from tests.unit.engine_models import (
     BLOCK,
     CONFIGS,

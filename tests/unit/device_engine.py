@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from shared.config import kv_dtype_for
 from shared.device.cpu import CpuDevice
 from shared.device.device import Graph
 from shared.engine.attention import Kernels
@@ -16,6 +15,7 @@ from shared.engine.prepared import LoadRequest
 from shared.kernels import fallback
 from shared.kernels.gpu.plan import Plan
 from shared.kernels.types import AttentionBatch
+from shared.precision import kv_dtype_for
 from tests.unit.engine_models import BLOCK, Driver
 
 

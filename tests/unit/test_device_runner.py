@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import Precision
 from shared.device.cuda import CudaDevice
 from shared.device.cuda_memory import CupyMemory
 from shared.device.device import KvMemory, SharedKv
@@ -14,6 +13,7 @@ from shared.engine.device.load import DeviceRequest, prepare_on, start
 from shared.engine.prepared import LoadRequest
 from shared.errors import BadConfig, ResourceMissing
 from shared.kv.layout import KvDtype, KvLayout
+from shared.precision import Precision
 from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
 from tests.unit.fake_cupy import FakeCupy, FakeRuntime, view

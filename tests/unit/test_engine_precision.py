@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared.config import Precision
 from shared.engine.fused_runner import FusedRunner
 from shared.engine.hf_runner import HfRunner
 from shared.engine.quantised import QuantisedLinear
 from shared.kv.layout import KvDtype
+from shared.precision import Precision
 from tests.unit.engine_models import (
     CONFIGS,
     SERVED,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.config import Precision, kv_dtype_for
 from shared.engine import recipe, weights
 from shared.engine.prepare import prepare
 from shared.engine.prepared import LoadRequest, Prepared
 from shared.engine.probe import paged_logits
+from shared.precision import Precision, kv_dtype_for
 from tests.unit.engine_models import BLOCK, CONFIGS, load_engine, save_model
 
 

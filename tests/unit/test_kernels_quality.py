@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shared.config import Precision
 from shared.engine.loading import HfModel, load_model
 from shared.engine.model_files import resolve_model
 from shared.errors import ResourceMissing
 from shared.kernels.llama import LlamaStack
 from shared.kernels.types import AttentionBatch, LinearKind
+from shared.precision import Precision
 from tools.bench.quality.gates import GATES
 from tools.bench.quality.measure import Plan, read_windows
 

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from shared.config import Precision
 from shared.engine.engine import Engine
 from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig, ResourceMissing
 from shared.kv.codecs.frame import CodecName
 from shared.kv.codecs.planner import CodecFigures, break_even
 from shared.kv.codecs.registry import CODEC_NAMES, make_codec
+from shared.precision import Precision
 from tools.bench.codecs_quality import Continuations, Difference, compare
 
 _BLOCK_SIZE = 16

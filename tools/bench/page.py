@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from shared.cpuinfo import cpuinfo
 from shared.errors import ResourceMissing
 
 _CSS = """
@@ -47,9 +48,7 @@ def machine() -> str:
 
 def processor() -> str:
     """Return the processor's name as the kernel tells it, else the architecture."""
-    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return cpuinfo("model name") or platform.machine()
 
 
 def write_files(report: Struct, page: str, base: Path) -> tuple[Path, Path]:

@@ -7,6 +7,8 @@ from shared.config import Deployment, WorkerSection, parse_address
 from shared.errors import BadConfig, ResourceMissing
 from shared.front_door import check_front_door
 from shared.kv.memory import available_memory
+from shared.messages.fleet import Role
+from shared.precision import chosen_precision
 from shared.runtime import (
     client_endpoint,
     kv_endpoint,
@@ -27,7 +29,8 @@ _WORKER_BASE = 512 << 20
 def check_memory(deployment: Deployment, parameters: int) -> str:
     """Return the memory sum. Raises ``ResourceMissing`` when it exceeds what is available."""
     needed, parts = 0, []
-    for role in ("prefill", "decode", "mixed"):
+    roles: tuple[Role, ...] = ("prefill", "decode", "mixed")
+    for role in roles:
         section: WorkerSection | None = getattr(deployment.workers, role)
         count = sum(r == role for _, r in worker_ids(deployment))
         if section is None or not count:
@@ -36,7 +39,8 @@ def check_memory(deployment: Deployment, parameters: int) -> str:
             needed += count * _WORKER_BASE
             parts.append(f"{count} x {role} on {section.device}: {_mib(_WORKER_BASE)}")
             continue
-        weights = int(parameters * _BYTES[section.precision])
+        precision = chosen_precision(section.precision, role, section.device)
+        weights = int(parameters * _BYTES[precision])
         each = weights + section.kv_memory + _WORKER_BASE
         needed += count * each
         parts.append(

@@ -6,10 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from shared.cpuinfo import cpu_flags, cpuinfo
 from shared.errors import ResourceMissing
 from shared.kernels.build import KernelsUnavailable, is_built
 from tools.doctor.finding import Finding, attempt, fail, ok, warn
@@ -92,9 +92,9 @@ def _packages() -> Finding:
 
 
 def _processor() -> Finding:
-    flags = set(_cpuinfo("flags").split())
+    flags = cpu_flags()
     cores = len(os.sched_getaffinity(0))
-    text = f"{cores} cores, {_cpuinfo('model name') or 'unknown processor'}"
+    text = f"{cores} cores, {cpuinfo('model name') or 'unknown processor'}"
     if not flags:
         return ok("processor", text)
     fast = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
@@ -104,18 +104,6 @@ def _processor() -> Finding:
     if cores < 2:
         return warn("processor", f"{text}; prefill and decode will share one core")
     return ok("processor", text)
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return ""
 
 
 def _compiler() -> Finding:

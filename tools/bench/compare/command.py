@@ -6,8 +6,9 @@ from pathlib import Path
 from msgspec import Struct
 from rich.console import Console
 
-from shared.config import Precision, load_deployment
+from shared.config import load_deployment
 from shared.errors import DiptychError, ResourceMissing
+from shared.precision import Precision
 from tools.bench.compare.engines import compare_engines
 from tools.bench.compare.serving import compare_serving
 from tools.bench.engine.figures import Plan

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.config import Precision
 from shared.engine.model_files import resolve_model
 from shared.engine.weights import read_config
+from shared.precision import Precision
 from tools.bench.compare.goals import judge, ratio_rows, verdict_rows
 from tools.bench.engine.command import own_entries, race
 from tools.bench.engine.contestant import Launch

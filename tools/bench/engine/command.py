@@ -9,10 +9,10 @@ from typing import TypeVar, get_args
 
 from rich.console import Console
 
-from shared.config import Precision
 from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
+from shared.precision import Precision
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
 from tools.bench.engine.report import (

@@ -7,7 +7,7 @@ from typing import get_args
 from msgspec import Struct
 from rich.console import Console
 
-from shared.config import Precision
+from shared.precision import Precision
 from tools.bench.engine.command import kv_dtypes, precisions
 from tools.bench.engine.report import MIB, as_table
 from tools.bench.page import Rows, machine, now, processor, render_page, write_files

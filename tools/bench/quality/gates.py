@@ -12,8 +12,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.config import Precision
 from shared.kv.layout import KvDtype
+from shared.precision import Precision
 
 
 class Gate(Struct, frozen=True, kw_only=True):

@@ -11,10 +11,10 @@ from rich.console import Console
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from shared.config import Precision, kv_dtype_for
 from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
+from shared.precision import Precision, kv_dtype_for
 from tools.bench.codecs_quality import BestTokens, compare
 from tools.bench.engine.command import own_entries
 from tools.bench.engine.contestant import Contestant

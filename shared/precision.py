@@ -1,0 +1,33 @@
+"""Precisions of weights, what they mean for keys and values, and what ``auto`` is here."""
+
+from typing import Literal
+
+from shared.cpuinfo import cpu_flags
+from shared.kv.layout import KvDtype
+from shared.messages.fleet import Role
+
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+PrecisionRule = Precision | Literal["auto"]
+
+
+def chosen_precision(rule: PrecisionRule, role: Role, device: str) -> Precision:
+    """Return what ``rule`` means for a worker on this machine.
+
+    ``auto`` is the fastest one within the quality bounds of int8: on CPUs int8, but bf16 for
+    prefill where there is a matrix unit (docs/decisions/0009-amx.md); on GPUs bf16.
+    """
+    if rule != "auto":
+        return rule
+    if device != "cpu" or (role == "prefill" and "amx_bf16" in cpu_flags()):
+        return "bf16"
+    return "int8"
+
+
+def kv_dtype_for(precision: PrecisionRule, asked: KvDtype | None) -> KvDtype:
+    """Return the dtype of keys and values: the one asked for, or what suits the weights."""
+    if asked is not None:
+        return asked
+    match precision:
+        case "int8" | "int4" | "auto":
+            return "bf16"
+    return precision
