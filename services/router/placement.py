@@ -26,6 +26,11 @@ SPILL_FACTOR = 2
 """A decode worker computes prompts so many times slower than an idle prefill worker."""
 
 
+STREAM_REST = 128
+"""What a decode worker has still to do for a sequence, in prompt tokens that take it as long: some
+32 tokens more, of 1 to 2 ms each beside others, where a prompt's take 0.5."""
+
+
 class Pair(Struct, frozen=True):
     """Split: both workers have room."""
 
@@ -167,9 +172,11 @@ def place(
 def _spills(prefill: Worker, local: Worker, need: Need, config: RouterConfig) -> bool:
     """Whether the prompt had better be computed beside the decodes (Dynamo's local prefill).
 
-    Only once prefill is behind by ``spill_tokens``, as every chunk delays the streams there.
+    Only once prefill is behind by ``spill_tokens``, as every chunk delays the streams there: a
+    worker that has many of them, or is about to, has no time to give.
     """
-    behind, there = prefill.pending_tokens, need.uncached(local) + local.pending_tokens
+    behind = prefill.pending_tokens
+    there = need.uncached(local) + local.pending_tokens + STREAM_REST * len(local.legs)
     return (
         config.spill_tokens is not None
         and behind > config.spill_tokens

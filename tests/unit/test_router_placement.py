@@ -37,11 +37,21 @@ def test_decode_computes_prompts_itself_once_prefill_is_far_behind() -> None:
     """All prompts queue for one process while the other has time: half the machine idles."""
     world = SplitWorld(spill_tokens=1000)
     alone = []
-    for number in range(5):
+    for number in range(6):
         world.generate(world.gate, f"r{number}", 500)
         alone += world.to(world.decodes[0], Run)
-    assert world.decisions() == {"split": 4, "prefill_backlog": 1}
+    assert world.decisions() == {"split": 5, "prefill_backlog": 1}
     assert len(alone) == 1
+
+
+def test_decode_computes_no_prompts_while_it_has_all_it_can_do() -> None:
+    """Both workers are busy: prompts on decode would only stretch its streams."""
+    for length, spilled in ((800, 1), (160, 0)):
+        world = SplitWorld(spill_tokens=1000)
+        for number in range(1600 // length):  # as many tokens, of few sequences or of many
+            world.generate(world.gate, f"r{number}", length, force_split=True)
+        world.generate(world.gate, "last", 100)
+        assert world.decisions().get("prefill_backlog", 0) == spilled
 
 
 def test_nothing_spills_where_that_is_forbidden_or_a_split_is_forced() -> None:
