@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shared.engine.batch import OpenSequence, Sampled
@@ -55,7 +56,7 @@ class Sampler:
         if not keys:
             return [], []
         states = [self._states[key] for key in keys]
-        finite = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
+        finite = _finite(logits)
         greedy = logits.argmax(axis=1)
         numbers = _numbers({i: state for i, state in enumerate(states) if not state.greedy})
         sampled: list[Sampled] = []
@@ -96,6 +97,15 @@ class Sampler:
             return int(row.argmax())
         weights = weights_of(row, sampling.temperature, self._scratch)
         return draw(weights, sampling.min_p, sampling.top_k, sampling.top_p, number)
+
+
+def _finite(logits: Rows) -> NDArray[np.bool_]:
+    """Say which rows hold neither NaN nor Inf."""
+    # One of them makes a row's sum another, and torch adds on all threads.
+    finite: NDArray[np.bool_] = np.isfinite(torch.from_numpy(logits).sum(dim=1).numpy())
+    for row in np.flatnonzero(~finite):
+        finite[row] = np.isfinite(logits[row]).all()
+    return finite
 
 
 def _numbers(drawn: dict[int, SequenceState]) -> dict[int, float]:
