@@ -156,10 +156,13 @@ constexpr long kRowsAtOnce = 4;  // rows handed out per unit of row work
 
 template <class F>
 DIPTYCH_INLINE void each_row(const Crew& crew, long rows, F&& f) {
-  long step = rows >= 16 * crew.threads ? kRowsAtOnce : 1;
-  for (long unit; (unit = crew.next()) * step < rows;) {
-    long last = min_of(rows, (unit + 1) * step);
-    for (long row = unit * step; row < last; ++row) f(row);
+  if (rows < 16 * crew.threads) {  // so short that asking whose turn it is takes as long
+    for (long row = crew.tid; row < rows; row += crew.threads) f(row);
+    return crew.sync();
+  }
+  for (long unit; (unit = crew.next()) * kRowsAtOnce < rows;) {
+    long last = min_of(rows, (unit + 1) * kRowsAtOnce);
+    for (long row = unit * kRowsAtOnce; row < last; ++row) f(row);
   }
   crew.sync();
 }
