@@ -159,7 +159,8 @@ class Engine:
             return f"position {end - 1} is past max_model_len {self.max_model_len}"
         if len(table) * self.layout.block_size < end:
             return f"{len(table)} blocks do not cover {end} tokens"
-        if not 0 <= int(table.min()) <= int(table.max()) < self._num_blocks:
+        blocks = sequence.block_table
+        if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             return f"a block outside the pool of {self._num_blocks}"
         if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < self._embeddings:
             return f"a token outside the vocabulary of {self._embeddings}"
@@ -184,7 +185,7 @@ class Engine:
             if (rows := PromptRows.of(s, self._sampler.get(s.key), first[i])) is not None
         ]
         keep = last_rows + [row for prompt in prompts for row in prompt.rows]
-        logits = self._runner.logits(step, torch.tensor(keep, dtype=torch.int64), on_layer)
+        logits = self._runner.logits(step, torch.from_numpy(np.array(keep, np.int64)), on_layer)
         prompt_logprobs = []
         offset = len(asked)
         for prompt in prompts:

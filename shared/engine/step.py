@@ -35,7 +35,8 @@ class PackedStep:
         starts = np.fromiter((s.start for s in sequences), np.int64, len(sequences))
         self.rows: IntArray = np.concatenate(([0], np.cumsum(counts)))
         ends = starts + counts
-        self.token_ids = torch.tensor([[t for s in sequences for t in s.tokens]])
+        tokens = (t for s in sequences for t in s.tokens)
+        self.token_ids = torch.from_numpy(np.fromiter(tokens, np.int64, int(self.rows[-1])))[None]
         positions = np.arange(self.rows[-1]) + np.repeat(starts - self.rows[:-1], counts)
         self.positions = torch.from_numpy(positions)[None]
         padded = np.zeros((len(sequences), max(len(t) for t in tables)), dtype=np.int32)
