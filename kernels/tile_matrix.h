@@ -220,7 +220,7 @@ struct MatrixGrouped {
       if (g < groups) {
         lines.ask();
         multiply_group<W::kInt4, kSet, kPlanes>(a + g * kGroup, lda, groups * kGroup,
-                                      columns + g * kForm);
+                                                columns + g * kForm);
       }
       if (g > 0 && g <= groups) keep_sums<1 - kSet, kPlanes>(sums[1 - kSet]);
       if (g > 1)
