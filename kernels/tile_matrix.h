@@ -200,8 +200,8 @@ struct MatrixGrouped {
       weight_scale = MemF16::get(numbers);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      long at = (kWhole || r < height ? r : height - 1) * lda;
-      VF y = scaled(sums + r * kTileBytes, weight_scale);
+      long row = kWhole || r < height ? r : height - 1, at = row * lda;
+      VF y = scaled(sums + row * kTileBytes, weight_scale);
       if constexpr (W::kInt4) total[r] += least * number_at<float>(offsets + at);
       total[r] += y * number_at<float>(scales + at);
     }
