@@ -305,13 +305,12 @@ inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit
   for (long i = 0; i < count; ++i)
     soften(scores + i * kScoreStride, n, scale, sums + i * sizes.partial_stride + sizes.sum_stride);
   if (after.item) prefetch_first<M>(pool, batch, after, pool.k, pool.k_dim);
-  const char* values = pool.v;
 #if defined(__AVX512F__)
   if constexpr (K::kBytes) {
     long row = row_bytes_of<M>(pool.v_dim);
     each_group([&](auto heads, long head, long h) {
       long ahead = head == 0 ? kv_count * row : 0;  // what one head reads brings the others' rows
-      add_bytes<decltype(heads)::value>(values + h * row, offsets, n, ahead, pool.v_dim,
+      add_bytes<decltype(heads)::value>(pool.v + h * row, offsets, n, ahead, pool.v_dim,
                                         scores + head * kScoreStride, kScoreStride,
                                         sums + head * sizes.partial_stride, sizes.partial_stride);
     });
@@ -324,7 +323,7 @@ inline void decode_item(const Attention& a, const Batch& batch, const DecodeUnit
       long left = min_of(kLanes, n - t), ahead = min_of(kLanes, n - t - left);
       each_group([&](auto heads, long head, long h) {
         add_values<M, decltype(heads)::value>(
-            values + h * row_bytes_of<M>(pool.v_dim), offsets + t, left, ahead, pool.v_dim,
+            pool.v + h * row_bytes_of<M>(pool.v_dim), offsets + t, left, ahead, pool.v_dim,
             scores + head * kScoreStride + t, kScoreStride, sums + head * sizes.partial_stride,
             sizes.partial_stride);
       });

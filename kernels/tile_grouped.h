@@ -80,15 +80,20 @@ DIPTYCH_INLINE T number_at(const char* p) {
 // them, an integer below 2^22 makes a float that much larger, which no conversion has to make.
 #if defined(__AVX512F__)
 constexpr bool kBiasedSums = true;
-// (sum - kRounder) * scale, rounded once: scales of weights have 11 bits, so the product taken away
-// is exact.
-DIPTYCH_INLINE VF unbiased(VF sum, VF scale) {
-  return (VF)_mm512_fmsub_ps((__m512)sum, (__m512)scale, (__m512)(scale * kRounder));
-}
 #else
 constexpr bool kBiasedSums = false;
-DIPTYCH_INLINE VF unbiased(VF sum, VF scale) { return (sum - kRounder) * scale; }
 #endif
+
+// Integer sums times `scale`, rounded once. Of biased ones the bias is taken away in the same step:
+// scales of weights have 11 bits, so its product is exact.
+template <bool kBiased>
+DIPTYCH_INLINE VF scaled(VI sums, VF scale) {
+#if defined(__AVX512F__)
+  if constexpr (kBiased)
+    return (VF)_mm512_fmsub_ps((__m512)sums, (__m512)scale, (__m512)(scale * kRounder));
+#endif
+  return __builtin_convertvector(sums, VF) * scale;
+}
 
 // What is asked for meanwhile: with every group, `lines` more lines at `next`; group `turn` goes on at
 // `then`.
@@ -141,8 +146,7 @@ DIPTYCH_INLINE void tile_grouped(const char* a, long lda, const char* block, lon
       float scale = number_at<float>(scales + r * lda + g * 4);
 #pragma GCC unroll 16
       for (int v = 0; v < kBlockVecs; ++v) {
-        VF y = kBiased ? unbiased((VF)acc[r][v], weight_scale[v])
-                       : __builtin_convertvector(acc[r][v], VF) * weight_scale[v];
+        VF y = scaled<kBiased>(acc[r][v], weight_scale[v]);
         char* to = out + r * kStepBytes + v * DIPTYCH_BYTES;
         VF sum = kKeep ? sums[kKeep ? r : 0][v] : load(to);
         if constexpr (W::kInt4) sum += least[v] * number_at<float>(offsets + r * lda + g * 4);

@@ -182,10 +182,10 @@ struct MatrixGrouped {
   }
 
   // A row's integer sums times `scale`, rounded once.
-  static DIPTYCH_INLINE VF scaled(const char* sums, VF scale) {
-    if constexpr (kPlanes == 1) return unbiased(load(sums), scale);
-    VI acc = ((VI)load_raw(sums) << 8) + (VI)load_raw(sums + kSumBytes);
-    return __builtin_convertvector(acc, VF) * scale;
+  static DIPTYCH_INLINE VF scaled_row(const char* sums, VF scale) {
+    VI acc = (VI)load_raw(sums);
+    if constexpr (kPlanes == 2) acc = (acc << 8) + (VI)load_raw(sums + kSumBytes);
+    return scaled<kPlanes == 1>(acc, scale);
   }
 
   // total[row] += scaled sums of one group. `scales` and `offsets` are those of the first row;
@@ -201,7 +201,7 @@ struct MatrixGrouped {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       long row = kWhole || r < height ? r : height - 1, at = row * lda;
-      VF y = scaled(sums + row * kTileBytes, weight_scale);
+      VF y = scaled_row(sums + row * kTileBytes, weight_scale);
       if constexpr (W::kInt4) total[r] += least * number_at<float>(offsets + at);
       total[r] += y * number_at<float>(scales + at);
     }

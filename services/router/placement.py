@@ -25,7 +25,6 @@ STREAM_COST = 32
 SPILL_FACTOR = 2
 """A decode worker computes prompts so many times slower than an idle prefill worker."""
 
-
 STREAM_REST = 128
 """What a decode worker has still to do for a sequence, in prompt tokens that take it as long: some
 32 tokens more, of 1 to 2 ms each beside others, where a prompt's take 0.5."""

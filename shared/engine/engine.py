@@ -132,14 +132,13 @@ class Engine:
         for sequence in sequences:
             if sequence.key in refused:
                 continue
-            table = np.array(sequence.block_table, dtype=np.int64)
-            problem = self._problem(sequence, table)
+            problem = self._problem(sequence)
             if sequence.key in seen:
                 problem = "a sequence twice in one step"
             seen.add(sequence.key)
             if problem is None:
                 runnable.append(sequence)
-                tables.append(table)
+                tables.append(np.array(sequence.block_table, dtype=np.int64))
             else:
                 self._sampler.close((sequence.key,))
                 failed.append(
@@ -150,16 +149,16 @@ class Engine:
                 )
         return runnable, tables
 
-    def _problem(self, sequence: SequenceInput, table: IntArray) -> str | None:
+    def _problem(self, sequence: SequenceInput) -> str | None:
         """Say what would make this sequence read or write outside its own blocks."""
         if not sequence.tokens or sequence.start < 0:
             return "no tokens, or a negative position"
         end = sequence.start + len(sequence.tokens)
         if end > self.max_model_len:
             return f"position {end - 1} is past max_model_len {self.max_model_len}"
-        if len(table) * self.layout.block_size < end:
-            return f"{len(table)} blocks do not cover {end} tokens"
         blocks = sequence.block_table
+        if len(blocks) * self.layout.block_size < end:
+            return f"{len(blocks)} blocks do not cover {end} tokens"
         if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             return f"a block outside the pool of {self._num_blocks}"
         if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < self._embeddings:
