@@ -14,6 +14,9 @@ namespace DIPTYCH_TIER {
 // upper and lower rows, 6 and 7 weights of the left and right columns.
 #define DIPTYCH_TILE_LOAD(N, p, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #N ::"r"(p), "r"(long(stride)) : "memory")
+// What is not to stay in the first-level cache: it would drive out what is read again.
+#define DIPTYCH_TILE_STREAM(N, p, stride) \
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #N ::"r"(p), "r"(long(stride)) : "memory")
 #define DIPTYCH_TILE_STORE(N, p, stride) \
   asm volatile("tilestored %%tmm" #N ", (%0,%1,1)" ::"r"(p), "r"(long(stride)) : "memory")
 #define DIPTYCH_TILE_ZERO(N) asm volatile("tilezero %%tmm" #N ::: "memory")
@@ -70,76 +73,92 @@ class MatrixUnit {
   int rows_[2] = {0, 0};
 };
 
-// Sums of 16 steps from `a` and `block` on; kLower: there are more than 16 rows. `meanwhile` is
-// called twice, for work that the matrix unit need not wait for.
-template <bool kLower, class F>
+// Sums of 16 steps from `a` and `block` on; kLower: there are more than 16 rows; kStream: each row
+// meets so many blocks that it is not to stay in the first-level cache, but the block is. `meanwhile`
+// is called twice, for work that the matrix unit need not wait for.
+template <bool kLower, bool kStream, class F>
 DIPTYCH_INLINE void add_tiles_bf16(const char* a, long lda, const char* block, F&& meanwhile) {
-  DIPTYCH_TILE_LOAD(4, a, lda);
+  if constexpr (kStream)
+    DIPTYCH_TILE_STREAM(4, a, lda);
+  else
+    DIPTYCH_TILE_LOAD(4, a, lda);
   DIPTYCH_TILE_LOAD(6, block, kStepBytes);
   DIPTYCH_TILE_DOT("tdpbf16ps", 0, 4, 6);
   meanwhile();
   DIPTYCH_TILE_LOAD(7, block + 64, kStepBytes);
   DIPTYCH_TILE_DOT("tdpbf16ps", 1, 4, 7);
   if constexpr (kLower) {
-    DIPTYCH_TILE_LOAD(5, a + 16 * lda, lda);
+    if constexpr (kStream)
+      DIPTYCH_TILE_STREAM(5, a + 16 * lda, lda);
+    else
+      DIPTYCH_TILE_LOAD(5, a + 16 * lda, lda);
     DIPTYCH_TILE_DOT("tdpbf16ps", 2, 5, 6);
     meanwhile();
     DIPTYCH_TILE_DOT("tdpbf16ps", 3, 5, 7);
   }
 }
 
-// One tile of results: out[row][0 … 31] (+)= a[row] * block, of bf16; strides in bytes. Rows of `a`
-// are padded with zeros to 64 bytes.
+// One tile of results: to[row][0 … 31] = from[row] + a[row] * block, of bf16; without `from.data`
+// sums begin at 0. Rows of `a` are padded with zeros to 64 bytes.
 struct MatrixTile {
   const char* a;
   long lda;
   const char* block;
   long steps;
-  char* out;
-  long out_stride;
-  bool add;
+  Sums from, to;
 };
 
-template <bool kLower, class F>
-DIPTYCH_INLINE void matrix_bf16_of(const MatrixTile& t, F&& meanwhile) {
-  char* lower = t.out + 16 * t.out_stride;
-  if (t.add) {
-    DIPTYCH_TILE_LOAD(0, t.out, t.out_stride);
-    DIPTYCH_TILE_LOAD(1, t.out + 64, t.out_stride);
-    if constexpr (kLower) {
-      DIPTYCH_TILE_LOAD(2, lower, t.out_stride);
-      DIPTYCH_TILE_LOAD(3, lower + 64, t.out_stride);
-    }
-  } else {
+template <bool kLower>
+DIPTYCH_INLINE void load_sums(const Sums& from) {
+  if (!from.data) {
     DIPTYCH_TILE_ZERO(0);
     DIPTYCH_TILE_ZERO(1);
     if constexpr (kLower) {
       DIPTYCH_TILE_ZERO(2);
       DIPTYCH_TILE_ZERO(3);
     }
+    return;
   }
-  long s = 0;
-  for (; s + kTileSteps <= t.steps; s += kTileSteps)
-    add_tiles_bf16<kLower>(t.a + s * 4, t.lda, t.block + s * kStepBytes, meanwhile);
-  if (s < t.steps) {  // steps that are missing are zero: the next block's may be anything
-    alignas(64) char rest[kTileSteps * kStepBytes] = {};
-    memcpy(rest, t.block + s * kStepBytes, size_t((t.steps - s) * kStepBytes));
-    add_tiles_bf16<kLower>(t.a + s * 4, t.lda, rest, meanwhile);
-  }
-  DIPTYCH_TILE_STORE(0, t.out, t.out_stride);
-  DIPTYCH_TILE_STORE(1, t.out + 64, t.out_stride);
+  DIPTYCH_TILE_LOAD(0, from.data, from.stride);
+  DIPTYCH_TILE_LOAD(1, from.data + 64, from.stride);
   if constexpr (kLower) {
-    DIPTYCH_TILE_STORE(2, lower, t.out_stride);
-    DIPTYCH_TILE_STORE(3, lower + 64, t.out_stride);
+    const char* lower = from.data + 16 * from.stride;
+    DIPTYCH_TILE_LOAD(2, lower, from.stride);
+    DIPTYCH_TILE_LOAD(3, lower + 64, from.stride);
   }
 }
 
-template <class F>
+template <bool kLower>
+DIPTYCH_INLINE void store_sums(const Sums& to) {
+  DIPTYCH_TILE_STORE(0, to.data, to.stride);
+  DIPTYCH_TILE_STORE(1, to.data + 64, to.stride);
+  if constexpr (kLower) {
+    char* lower = to.data + 16 * to.stride;
+    DIPTYCH_TILE_STORE(2, lower, to.stride);
+    DIPTYCH_TILE_STORE(3, lower + 64, to.stride);
+  }
+}
+
+template <bool kLower, bool kStream, class F>
+DIPTYCH_INLINE void matrix_bf16_of(const MatrixTile& t, F&& meanwhile) {
+  load_sums<kLower>(t.from);
+  long s = 0;
+  for (; s + kTileSteps <= t.steps; s += kTileSteps)
+    add_tiles_bf16<kLower, kStream>(t.a + s * 4, t.lda, t.block + s * kStepBytes, meanwhile);
+  if (s < t.steps) {  // steps that are missing are zero: the next block's may be anything
+    alignas(64) char rest[kTileSteps * kStepBytes] = {};
+    memcpy(rest, t.block + s * kStepBytes, size_t((t.steps - s) * kStepBytes));
+    add_tiles_bf16<kLower, kStream>(t.a + s * 4, t.lda, rest, meanwhile);
+  }
+  store_sums<kLower>(t.to);
+}
+
+template <bool kStream, class F>
 DIPTYCH_INLINE void matrix_bf16(MatrixUnit& unit, int height, const MatrixTile& tile, F&& meanwhile) {
   int upper = height < 16 ? height : 16;
   unit.shape(upper, height - upper);
-  if (height > 16) return matrix_bf16_of<true>(tile, meanwhile);
-  matrix_bf16_of<false>(tile, meanwhile);
+  if (height > 16) return matrix_bf16_of<true, kStream>(tile, meanwhile);
+  matrix_bf16_of<false, kStream>(tile, meanwhile);
 }
 
 }  // namespace DIPTYCH_TIER

@@ -88,11 +88,17 @@ inline long blocks_of(long outputs) { return (outputs + kBlockCols - 1) / kBlock
 // then per group an fp32 scale, then per group 4 bytes: for int8 the int32 offset -128 * (sum of
 // the group's integers), for int4 the fp32 sum of the group's rounded values.
 inline long planes_of(Kind k) { return k == Kind::I8A16 || k == Kind::I4A16 ? 2 : 1; }
-// Bytes of one activation row in the arithmetic of `k`, a multiple of 64; padding is zero.
-inline long row_bytes(Kind k, long inputs) {
+// Bytes of an activation row in the arithmetic of `k` that are read, a multiple of 64; padding is zero.
+inline long used_row_bytes(Kind k, long inputs) {
   long bytes = is_grouped(k) ? groups_of(inputs) * (planes_of(k) * kGroup + 8)
                              : steps_of(k, inputs) * 4;
   return (bytes + 63) / 64 * 64;
+}
+// Bytes from row to row. Tiles read a line of many rows at once: bf16 rows whose distance is a multiple
+// of 512 bytes would meet in few sets of the cache, so they lie one line further apart.
+inline long row_bytes(Kind k, long inputs) {
+  long bytes = used_row_bytes(k, inputs);
+  return k == Kind::BF16 && bytes % 512 == 0 ? bytes + 64 : bytes;
 }
 
 struct Linear {

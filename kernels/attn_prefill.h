@@ -24,15 +24,16 @@ template <>
 struct Product<DotBF16> {
   static constexpr int kRows = kMatrixRows;
   MatrixUnit unit;
-  void run(int height, const char* a, long lda, const char* block, long steps, float* out, long ldo,
-           const float* fade) {
+  DIPTYCH_INLINE void run(int height, const char* a, long lda, const char* block, long steps,
+                          float* out, long ldo, const float* fade) {
     for (int r = 0; fade && r < height; ++r) {
       if (fade[r] == 1.0f) continue;  // most often: the largest score came early
       for (long c = 0; c < kBlockCols; c += kLanes)
         store(out + r * ldo + c, load(out + r * ldo + c) * fade[r]);
     }
-    MatrixTile tile{a, lda, block, steps, reinterpret_cast<char*>(out), ldo * 4, fade != nullptr};
-    matrix_bf16(unit, height, tile, [] {});
+    Sums to{reinterpret_cast<char*>(out), ldo * 4};
+    MatrixTile tile{a, lda, block, steps, fade ? to : Sums{}, to};
+    matrix_bf16<false>(unit, height, tile, [] {});
   }
 };
 #endif

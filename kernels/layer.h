@@ -163,9 +163,9 @@ inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights&
     Output residual{Finish::Add, Store::F32, x, s.hidden, s.hidden};
     Matrix attended{Store::F32, run.attended + first * q_width, q_width};
     space.project(team, w.o, attended, count, nullptr, residual);
-    if (ready && inner_width > s.inter)
+    if (long used = used_row_bytes(Kind::BF16, s.inter); ready && used > s.inter * 2)
       each_row(team, count, [&](long row) {
-        memset(space.inner + ((row + 1) * inner_width - 32) * 2, 0, 64);  // holds the padding
+        memset(space.inner + row * inner_width * 2 + used - 64, 0, 64);  // holds the padding
       });
     space.project(team, w.gate_up, Matrix{Store::F32, x, s.hidden}, count, &w.mlp_norm,
                   Output{Finish::Gate, inner, space.inner, inner_width, s.inter});

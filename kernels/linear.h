@@ -51,6 +51,21 @@ DIPTYCH_INLINE void finish_row(const char* sums, const Linear& linear, long row,
   }
 }
 
+// Rows of a plain gate whose results, 16 of bf16, are not yet written. Asked for between products: kept in
+// registers, and with no choices left to make.
+struct GatedRows {
+  const char* sums;
+  char* to;
+  long stride;  // bytes
+  int left;
+
+  DIPTYCH_INLINE void next_row() {
+    if (left == 0) return;
+    MemBF16::put(to, silu(load(sums)) * load(sums + 64));
+    sums += kStepBytes, to += stride, --left;
+  }
+};
+
 // A tile whose sums are complete and not yet written.
 struct Finished {
   const Linear& linear;
@@ -59,6 +74,9 @@ struct Finished {
   long row = 0, block = 0;
   int left = 0;  // rows, from `row` on
 
+  void begin(const char* sums_, long row_, long block_, int count) {
+    sums = sums_, row = row_, block = block_, left = count;
+  }
   void next_row() {
     if (left == 0) return;
     with_store(out.store, [&](auto to) {
@@ -67,10 +85,17 @@ struct Finished {
     sums += kStepBytes, ++row, --left;
   }
   void all() {
-    with_store(out.store, [&](auto to) {
-      for (; left > 0; sums += kStepBytes, ++row, --left)
-        finish_row<decltype(to)>(sums, linear, row, block, out);
-    });
+    while (left > 0) next_row();
+  }
+  bool is_gated() const {
+    return left > 0 && out.finish == Finish::Gate && out.store == Store::BF16 && !linear.bias &&
+           kBlockVecs == 2 && (block + 1) * 16 <= out.cols;
+  }
+  GatedRows gated() {
+    char* to = static_cast<char*>(out.data) + (row * out.stride + block * 16) * 2;
+    GatedRows rows{sums, to, out.stride * 2, left};
+    left = 0;
+    return rows;
   }
 };
 
@@ -103,52 +128,126 @@ class Runs {
   long length_, at_ = 0, left_ = 0;
 };
 
-// Work is handed out as (chunk of rows, block of columns); the blocks of one chunk follow one
-// another so that the chunk's activations stay in cache.
+// How a layer's rows and inputs are cut, for tiles T. Chunks of rows are of nearly equal size: a short
+// one would read all weights for few rows. Long rows are multiplied a slice at a time, so that the slice of
+// a block stays in the first-level cache while the chunk's rows pass; their sums wait in memory.
+template <class T>
+struct Cut {
+  long lda, block_bytes, blocks, tiles, chunk_tiles, chunks, slice;
+  Cut(const Linear& linear, long count)
+      : lda(row_bytes(T::kKind, linear.inputs)),
+        block_bytes(diptych::block_bytes(T::kKind, linear.inputs)),
+        blocks(blocks_of(linear.outputs)),
+        tiles((count + T::kRows - 1) / T::kRows),
+        slice(linear.inputs) {
+    long most = max_of(1, min_of(tiles, kChunkBytes / (lda * T::kRows)));
+    chunks = (tiles + most - 1) / most;
+    chunk_tiles = (tiles + chunks - 1) / chunks;
+    chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
+    if (chunk_tiles > 2 && T::kSlice > 0 && 2 * slice > 3 * T::kSlice) slice = T::kSlice;
+  }
+};
+
+// What one thread does of a linear layer.
+template <class T>
+class LinearPart {
+ public:
+  LinearPart(const Linear& linear, const Rows& rows, long count, const Output& out)
+      : linear_(linear), rows_(rows), count_(count), out_(out), cut_(linear, count),
+        before_{linear, out} {
+    static thread_local ThreadMemory memory;
+    if (cut_.slice < linear.inputs)
+      waiting_ = memory.at_least(cut_.chunk_tiles * T::kRows * kStepBytes);
+  }
+
+  // Work is handed out as (chunk of rows, block of columns); the blocks of one chunk follow one
+  // another so that the chunk's activations stay in cache.
+  void run(const Crew& crew) {
+    long units = cut_.chunks * cut_.blocks;
+    Runs runs(crew, units);
+    for (long unit = runs.next(), after; unit < units; unit = after) {
+      after = runs.next();  // known early, so that its weights can be asked for
+      multiply(unit / cut_.blocks, unit % cut_.blocks, after % cut_.blocks);
+    }
+    before_.all();
+  }
+
+ private:
+  const char* weights_of(long block) const {
+    return reinterpret_cast<const char*>(linear_.packed) + block * cut_.block_bytes;
+  }
+
+  void multiply(long chunk, long block, long after) {
+    const char *weights = weights_of(block), *wanted = weights_of(after);
+    long first = chunk * cut_.chunk_tiles, tiles = min_of(cut_.tiles - first, cut_.chunk_tiles);
+    long slices = (linear_.inputs + cut_.slice - 1) / cut_.slice, jobs = slices * tiles;
+    tile_.begin(weights, linear_.inputs);
+    bool direct = T::kSlice > 0 && is_plain(linear_, out_, block);
+    for (long i = 0; i < jobs; ++i) {
+      long tile = i % tiles, slice = i / tiles, input = slice * cut_.slice;
+      long step = steps_of(T::kKind, input), row = first_row<T>(first + tile, cut_.tiles, count_);
+      int height = int(first_row<T>(first + tile + 1, cut_.tiles, count_) - row);
+      const char* a = reinterpret_cast<const char*>(rows_.data) + row * cut_.lda + step * 4;
+      long inputs = min_of(cut_.slice, linear_.inputs - input);
+      Ahead ahead{wanted, cut_.block_bytes, i, jobs, count_ <= kFewRows};
+      TileJob job{height, a, cut_.lda, weights + step * kStepBytes, inputs, {}, {}, ahead};
+      Sums wait{waiting_ + tile * T::kRows * kStepBytes}, place{sums_[turn_]};
+      if (direct) place = place_of_results(row, block);
+      if (slice > 0)
+        job.from = wait;
+      else if (direct && out_.finish == Finish::Add)
+        job.from = place;
+      job.to = slice + 1 < slices ? wait : place;
+      run_beside(job, direct);
+      if (!direct && slice + 1 == slices) keep(row, block, height);
+    }
+  }
+
+  // What is left to write of the tile before is written beside the products of this one.
+  DIPTYCH_INLINE void run_beside(const TileJob& job, bool direct) {
+    if constexpr (T::kOverlaps) {
+      if (direct && before_.left == 0) return tile_.run(job, [] {});
+      if (before_.is_gated()) {
+        GatedRows rows = before_.gated();
+        tile_.run(job, [&] { rows.next_row(); });
+        while (rows.left > 0) rows.next_row();
+        return;
+      }
+    }
+    tile_.run(job, [&] { before_.next_row(); });
+  }
+
+  Sums place_of_results(long row, long block) const {
+    char* data = static_cast<char*>(out_.data);
+    return {data + (row * out_.stride + block * kBlockCols) * 4, out_.stride * 4};
+  }
+
+  // A tile's sums are complete: they are written now, or beside the next tile.
+  void keep(long row, long block, int height) {
+    before_.all();
+    before_.begin(sums_[turn_], row, block, height);
+    if constexpr (T::kOverlaps)
+      turn_ = 1 - turn_;
+    else
+      before_.all();
+  }
+
+  const Linear& linear_;
+  const Rows& rows_;
+  long count_;
+  const Output& out_;
+  Cut<T> cut_;
+  T tile_;
+  alignas(64) char sums_[1 + T::kOverlaps][T::kRows * kStepBytes];
+  char* waiting_ = nullptr;  // sums of a chunk's rows between slices
+  int turn_ = 0;
+  Finished before_;
+};
+
 template <class T>
 inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, long count,
                       const Output& out) {
-  long lda = row_bytes(T::kKind, linear.inputs);
-  long block_size = block_bytes(T::kKind, linear.inputs);
-  long blocks = blocks_of(linear.outputs);
-  long tiles = (count + T::kRows - 1) / T::kRows;
-  long chunk_tiles = max_of(1, min_of(tiles, kChunkBytes / (lda * T::kRows)));
-  long chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
-  const char* packed = reinterpret_cast<const char*>(linear.packed);
-  alignas(64) char sums[1 + T::kOverlaps][T::kRows * kStepBytes];
-  int turn = 0;
-  T tile;
-  Finished before{linear, out};
-  Runs runs(crew, chunks * blocks);
-  for (long unit = runs.next(), after; unit < chunks * blocks; unit = after) {
-    after = runs.next();  // known early, so that its weights can be asked for
-    long chunk = unit / blocks, block = unit % blocks;
-    const char* weights = packed + block * block_size;
-    const char* wanted = packed + after % blocks * block_size;
-    long first = chunk * chunk_tiles, last = min_of(tiles, first + chunk_tiles);
-    tile.begin(weights, linear.inputs);
-    for (long t = first; t < last; ++t) {
-      long row = first_row<T>(t, tiles, count);
-      int height = int(first_row<T>(t + 1, tiles, count) - row);
-      const char* a = reinterpret_cast<const char*>(rows.data) + row * lda;
-      TileJob job{height, a,     lda, weights, linear.inputs, sums[turn], kStepBytes, false,
-                  {wanted, t - first, last - first, count <= kFewRows}};
-      bool direct = T::kDirect && is_plain(linear, out, block);
-      if (direct) {
-        job.out = static_cast<char*>(out.data) + (row * out.stride + block * kBlockCols) * 4;
-        job.stride = out.stride * 4, job.add = out.finish == Finish::Add;
-      }
-      tile.run(job, [&] { before.next_row(); });
-      if (direct) continue;
-      before.all();
-      before.sums = sums[turn], before.row = row, before.block = block, before.left = height;
-      if constexpr (T::kOverlaps)
-        turn = 1 - turn;
-      else
-        before.all();
-    }
-  }
-  before.all();
+  LinearPart<T>(linear, rows, count, out).run(crew);
   crew.sync();
 }
 

@@ -142,7 +142,7 @@ DIPTYCH_INLINE void prepare_row(const char* in, long width, const Norm* norm, co
     return quantise_row<M, 2>(in, width, scaled, int4, p);
   }
   long size = out.kind == Kind::F32 ? 4 : 2;
-  memset(p + bytes - 64, 0, 64);  // the padding lies in the last 64 bytes
+  memset(p + used_row_bytes(out.kind, width) - 64, 0, 64);  // here lies the padding
   for (long i = 0; i < width; i += kLanes) {
     VF x = scaled.get<M>(in, i, width);
     if (out.kind == Kind::F32)

@@ -225,6 +225,7 @@ void test_tier(const Kernels& k) {
       test_linear(k, kind, rows, 70, 37, false);
     test_linear(k, kind, 2, 1, 1, false);
     test_linear(k, kind, 17, 41, 64, true);
+    test_linear(k, kind, 70, 33, 1024, false);
   }
   for (Store store : {Store::F32, Store::BF16, Store::F16, Store::I8}) {
     test_attention(k, store, 64, 64, 9, 3, 16, 0);

@@ -3,10 +3,40 @@
 // a result never depends on which other rows are in the batch.
 #pragma once
 
+#include <stdlib.h>
+
 #include "simd.h"
 
 namespace diptych {
 namespace DIPTYCH_TIER {
+
+// Memory of one thread, kept between calls.
+class ThreadMemory {
+ public:
+  ThreadMemory() = default;
+  ThreadMemory(const ThreadMemory&) = delete;
+  ThreadMemory& operator=(const ThreadMemory&) = delete;
+  ~ThreadMemory() { free(data_); }
+  char* at_least(long bytes) {
+    if (bytes > size_) {
+      free(data_);
+      size_ = (bytes + 63) / 64 * 64;
+      data_ = static_cast<char*>(aligned_alloc(64, size_t(size_)));
+      if (!data_) abort();  // some tens of kilobytes
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  long size_ = 0;
+};
+
+// Where the sums of a tile's rows lie, 32 of fp32 each; `stride` in bytes.
+struct Sums {
+  char* data = nullptr;
+  long stride = kStepBytes;
+};
 
 constexpr int kBlockVecs = int(kStepBytes) / DIPTYCH_BYTES;  // vectors in one step of a block
 

@@ -170,6 +170,7 @@ DIPTYCH_INLINE void tile_grouped(const char* a, long lda, const char* block, lon
 // rows run as fast as memory: they ask for what comes just behind what they use (`near`).
 struct Ahead {
   const char* block;
+  long bytes;  // of it
   long tile, tiles;
   bool near;
 };
@@ -178,24 +179,23 @@ struct Ahead {
 // reads 30 GB/s on two cores, and 42 where somebody asks.
 constexpr long kNearBytes = kMatrixUnit ? 8 << 10 : 0;
 
-// One tile of results, as fp32: `height` rows of inputs times a block, rows of `out` `stride` bytes
-// apart. Where a tile can write to where results belong (kDirect), `add`: on top of what is there.
+// One tile of results, as fp32: `height` rows of inputs times a block. Tiles with a kSlice write where
+// results belong, add to what is in `from`, and can do their inputs in slices of so many.
 struct TileJob {
   int height;
   const char* a;
   long lda;
   const char* block;
   long inputs;
-  char* out;
-  long stride;
-  bool add;
+  Sums from, to;
   Ahead ahead;
 };
 
 template <class W, int kPlanes>
 struct TileGrouped {
   static constexpr int kRows = kGroupedRows;
-  static constexpr bool kFull = false, kOverlaps = false, kDirect = false;
+  static constexpr bool kFull = false, kOverlaps = false;
+  static constexpr long kSlice = 0;
   static constexpr Kind kKind = W::kInt4 ? kPlanes == 2 ? Kind::I4A16 : Kind::I4
                                          : kPlanes == 2 ? Kind::I8A16 : Kind::I8;
   static void begin(const char*, long) {}
@@ -204,7 +204,7 @@ struct TileGrouped {
     long groups = groups_of(job.inputs);
     Asked asked = job.ahead.near ? near(job, groups) : spread(job, groups);
     with_height<kRows>(job.height, [&](auto rows) {
-      tile_grouped<W, kPlanes, decltype(rows)::value>(job.a, job.lda, job.block, groups, job.out,
+      tile_grouped<W, kPlanes, decltype(rows)::value>(job.a, job.lda, job.block, groups, job.to.data,
                                                       asked);
     });
   }
@@ -226,14 +226,15 @@ struct TileGrouped {
 template <class D>
 struct TileFloat {
   static constexpr int kRows = kTileRows;
-  static constexpr bool kFull = false, kOverlaps = false, kDirect = false;
+  static constexpr bool kFull = false, kOverlaps = false;
+  static constexpr long kSlice = 0;
   static constexpr Kind kKind = D::kKind;
   static void begin(const char*, long) {}
   template <class F>
   static void run(const TileJob& job, F&&) {
     const Ahead& ahead = job.ahead;
     bool last = !ahead.near && ahead.tile == ahead.tiles - 1;
-    tile_of<D, true>(job.height, job.a, job.lda, job.block, steps_of(kKind, job.inputs), job.out,
+    tile_of<D, true>(job.height, job.a, job.lda, job.block, steps_of(kKind, job.inputs), job.to.data,
                      kBlockCols, nullptr, last ? ahead.block : job.block + 2048);
   }
 };

@@ -1,8 +1,6 @@
 // The tiles of linear layers on the matrix unit (amx.h), in the form that linear.h asks for.
 #pragma once
 
-#include <stdlib.h>
-
 #include "amx.h"
 #include "tile_grouped.h"
 
@@ -10,24 +8,32 @@
 namespace diptych {
 namespace DIPTYCH_TIER {
 
-// Asks for memory, `passes` times per tile: for the next block, spread evenly over the tiles that use
-// this one, or, of few rows, for what comes kNearBytes behind what they use.
-struct Lines {
-  const char* next;
-  long each;       // lines of 64 bytes at a time
-  long until = 0;  // times, until it goes on at `then`
-  const char* then = nullptr;
+// Asks for the next block, evenly over the tiles that use this one, `passes` times in each.
+struct LinesAhead {
+  const char *next, *end;
+  long each;  // lines of 64 bytes at a time
 
-  Lines(const TileJob& job, bool near, long block_bytes, long passes) {
-    long calls = near ? passes : passes * job.ahead.tiles;
-    each = (block_bytes / 64 + calls - 1) / calls;
-    if (near) {
-      next = job.block + kNearBytes, then = job.ahead.block;
-      until = max_of(1, (block_bytes - kNearBytes) / (each * 64) + 1);
-    } else {
-      next = job.ahead.block + job.ahead.tile * passes * each * 64;
-    }
+  LinesAhead(const Ahead& ahead, long passes) {
+    long lines = (ahead.bytes / 64 + ahead.tiles - 1) / ahead.tiles;
+    each = (lines + passes - 1) / passes;
+    next = ahead.block + ahead.tile * lines * 64, end = next + lines * 64;
   }
+  DIPTYCH_INLINE void ask() {
+    if (next >= end) return;
+    for (long i = 0; i < each; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+// Asks for what comes kNearBytes behind what few rows use, `passes` times in a block.
+struct LinesNear {
+  const char *next, *then;
+  long each, until;  // times, until it goes on at `then`
+
+  LinesNear(const TileJob& job, long passes)
+      : next(job.block + kNearBytes),
+        then(job.ahead.block),
+        each((job.ahead.bytes / 64 + passes - 1) / passes),
+        until(max_of(1, (job.ahead.bytes - kNearBytes) / (each * 64) + 1)) {}
   DIPTYCH_INLINE void ask() {
     if (--until == 0) next = then;
     for (long i = 0; i < each; ++i, next += 64) __builtin_prefetch(next, 0, 2);
@@ -36,45 +42,35 @@ struct Lines {
 
 struct MatrixBF16 {
   static constexpr int kRows = kMatrixRows;
-  static constexpr bool kFull = true, kOverlaps = true, kDirect = true;
+  static constexpr bool kFull = true, kOverlaps = true;
+  static constexpr long kSlice = 12 * kTileSteps * 2;
   static constexpr Kind kKind = Kind::BF16;
   MatrixUnit unit;
 
   static void begin(const char*, long) {}
 
-  // `meanwhile` is called now and then: what it does takes no time from the products.
+  // `meanwhile` is called now and then: what it does takes no time from the products. Inlined, as a job
+  // kept in memory would be read behind the tile before's stores, which wait for its products.
   template <class F>
-  void run(const TileJob& job, F&& meanwhile) {
+  DIPTYCH_INLINE void run(const TileJob& job, F&& meanwhile) {
     long steps = steps_of(kKind, job.inputs), passes = (steps + kTileSteps - 1) / kTileSteps * 2;
-    Lines lines(job, job.ahead.near, steps * kStepBytes, passes);
-    MatrixTile tile{job.a, job.lda, job.block, steps, job.out, job.stride, job.add};
-    matrix_bf16(unit, job.height, tile, [&] {
+    MatrixTile tile{job.a, job.lda, job.block, steps, job.from, job.to};
+    if (job.ahead.near) {
+      LinesNear lines(job, passes);
+      return multiply<false>(job.height, tile, lines, meanwhile);
+    }
+    LinesAhead lines(job.ahead, passes);
+    multiply<true>(job.height, tile, lines, meanwhile);
+  }
+
+ private:
+  template <bool kStream, class L, class F>
+  DIPTYCH_INLINE void multiply(int height, const MatrixTile& tile, L& lines, F&& meanwhile) {
+    matrix_bf16<kStream>(unit, height, tile, [&] {
       lines.ask();
       meanwhile();
     });
   }
-};
-
-// Memory of one thread, kept between calls.
-class ThreadMemory {
- public:
-  ThreadMemory() = default;
-  ThreadMemory(const ThreadMemory&) = delete;
-  ThreadMemory& operator=(const ThreadMemory&) = delete;
-  ~ThreadMemory() { free(data_); }
-  char* at_least(long bytes) {
-    if (bytes > size_) {
-      free(data_);
-      size_ = (bytes + 63) / 64 * 64;
-      data_ = static_cast<char*>(aligned_alloc(64, size_t(size_)));
-      if (!data_) abort();  // some tens of kilobytes
-    }
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  long size_ = 0;
 };
 
 // Of one group of an unpacked int4 block: 8 steps of weights, the scales of the columns in fp32 and
@@ -164,7 +160,8 @@ DIPTYCH_INLINE void keep_sums(char* sums) {
 template <class W, int kPlanes>
 struct MatrixGrouped {
   static constexpr int kRows = 16;
-  static constexpr bool kFull = true, kOverlaps = false, kDirect = false;
+  static constexpr bool kFull = true, kOverlaps = false;
+  static constexpr long kSlice = 0;
   static constexpr Kind kKind = TileGrouped<W, kPlanes>::kKind;
   // Bytes of a group of weights as they are multiplied, and of a number of a column behind them.
   static constexpr long kForm = W::kInt4 ? kUnpacked : kGroupBytes, kNumber = W::kInt4 ? 4 : 2;
@@ -211,7 +208,7 @@ struct MatrixGrouped {
   // the sums of the one before on their way to memory, and those before that being scaled.
   template <bool kWhole>
   static inline void half(int height, const char* a, long lda, long groups, const char* columns,
-                          const char* numbers, char* out, Lines& lines) {
+                          const char* numbers, char* out, LinesAhead& lines) {
     const char* scales = a + groups * kPlanes * kGroup;
     alignas(4096) char sums[2][kPlanes * kSumBytes];  // of one page: loads pass other stores
     VF total[kRows] = {};
@@ -242,14 +239,14 @@ struct MatrixGrouped {
     unit.shape_grouped(height);
     if constexpr (!W::kInt4) DIPTYCH_TILE_LOAD(3, kOffsets.values, kTileBytes);
     long groups = groups_of(job.inputs);
-    Lines lines(job, false, groups * W::kBytes, 2 * groups);
+    LinesAhead lines(job.ahead, 2 * groups);
     const char* numbers = weights + kGroupSteps * kStepBytes;
     for (long at = 0; at < kStepBytes; at += kTileBytes) {
       const char *columns = weights + at, *scales = numbers + at / 4 * kNumber;
       if (height == kRows)
-        half<true>(height, job.a, job.lda, groups, columns, scales, job.out + at, lines);
+        half<true>(height, job.a, job.lda, groups, columns, scales, job.to.data + at, lines);
       else
-        half<false>(height, job.a, job.lda, groups, columns, scales, job.out + at, lines);
+        half<false>(height, job.a, job.lda, groups, columns, scales, job.to.data + at, lines);
     }
   }
 };

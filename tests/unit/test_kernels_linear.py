@@ -99,6 +99,22 @@ def test_row_does_not_depend_on_its_neighbours(kernels: str, kind: LinearKind) -
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("inputs", "bias"), [(1536, False), (1300, True), (1024, False)])
+def test_long_rows(kernels: str, kind: LinearKind, inputs: int, bias: bool) -> None:
+    """Inputs in slices, the last one shorter; rows that are padded apart: still a row's own result."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(70, inputs), torch.randn(100, inputs)
+    offset = torch.randn(70) if bias else None
+    linear = PackedLinear(weight, offset, kind)
+    expected = functional.linear(x, weight, offset)
+    together = linear(x)
+    assert _error(together, expected) < TOLERANCE[kind]
+    alone = torch.cat([linear(row[None]) for row in x[::17]])
+    assert torch.equal(together[::17], alone)
+
+
 @pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
