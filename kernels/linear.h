@@ -141,8 +141,8 @@ struct Cut {
         tiles((count + T::kRows - 1) / T::kRows),
         slice(linear.inputs) {
     long most = max_of(1, min_of(tiles, kChunkBytes / (lda * T::kRows)));
-    chunks = (tiles + most - 1) / most;
-    chunk_tiles = (tiles + chunks - 1) / chunks;
+    long wanted = max_of(1, (tiles + most - 1) / most);  // no rows are no chunks
+    chunk_tiles = max_of(1, (tiles + wanted - 1) / wanted);
     chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
     if (chunk_tiles > 2 && T::kSlice > 0 && 2 * slice > 3 * T::kSlice) slice = T::kSlice;
   }

@@ -224,6 +224,7 @@ void test_tier(const Kernels& k) {
     for (long rows : {1L, 3L, 14L, 15L, 29L})
       test_linear(k, kind, rows, 70, 37, false);
     test_linear(k, kind, 2, 1, 1, false);
+    test_linear(k, kind, 0, 33, 40, false);
     test_linear(k, kind, 17, 41, 64, true);
     test_linear(k, kind, 70, 33, 1024, false);
   }

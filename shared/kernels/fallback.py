@@ -98,8 +98,8 @@ def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.
     Each group of ``GROUP`` inputs has its own scale, rounded to ``scale_dtype``. A NaN or
     infinity makes its whole group NaN.
     """
-    rows, inputs = x.shape
-    groups = functional.pad(x.float(), (0, -inputs % GROUP)).view(rows, -1, GROUP)
+    inputs = x.shape[1]
+    groups = functional.pad(x.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
     most = groups.abs().amax(dim=-1, keepdim=True)
     scale = (most / largest).clamp(max=torch.finfo(scale_dtype).max).to(scale_dtype).float()
     if scale_dtype == torch.float16:  # a coarse subnormal: cut nothing off
@@ -108,7 +108,7 @@ def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     inverse = torch.where(inverse.isinf(), 0.0, inverse)
     whole = (groups * inverse).round().clamp(-largest, largest) * scale
-    return whole.view(rows, -1)[:, :inputs]
+    return whole.flatten(1)[:, :inputs]
 
 
 def weights_of(weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:

@@ -99,6 +99,13 @@ def test_row_does_not_depend_on_its_neighbours(kernels: str, kind: LinearKind) -
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows(kernels: str, kind: LinearKind) -> None:
+    """A step of which no logits are wanted: it must not take the worker down."""
+    assert PackedLinear(torch.randn(40, 96), None, kind)(torch.empty(0, 96)).shape == (0, 40)
+
+
 @pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("inputs", "bias"), [(1536, False), (1300, True), (1024, False)])
