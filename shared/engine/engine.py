@@ -1,5 +1,6 @@
 """The engine: one model, one KV pool, and steps over packed sequences."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,8 @@ class Engine:
     """A loaded and checked model. Use from one thread only.
 
     ``layout`` is the KV layout the arena must have, ``vocab_size`` the width of the logits,
-    ``eos_token_ids`` the model's end tokens.
+    ``eos_token_ids`` the model's end tokens. ``model_seconds``: time spent in the model so far;
+    the rest of a step is packing and sampling.
     """
 
     layout: KvLayout
@@ -33,6 +35,7 @@ class Engine:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    model_seconds: float
 
     def __init__(self, prepared: Prepared, model_dir: Path, threads: int) -> None:
         facts = prepared.facts
@@ -46,6 +49,7 @@ class Engine:
         grammars = GrammarCompiler(model_dir, self.vocab_size, self.eos_token_ids, threads)
         self._sampler = Sampler(self.vocab_size, grammars)
         self._num_blocks = 0
+        self.model_seconds = 0.0
 
     @classmethod
     def load(
@@ -179,12 +183,15 @@ class Engine:
         asked = [i for i, s in enumerate(sequences) if s.sample]
         last_rows = [first[i + 1] - 1 for i in asked]
         prompts = [
-            rows
+            found
             for i, s in enumerate(sequences)
-            if (rows := PromptRows.of(s, self._sampler.get(s.key), first[i])) is not None
+            if (found := PromptRows.of(s, self._sampler.get(s.key), first[i])) is not None
         ]
         keep = last_rows + [row for prompt in prompts for row in prompt.rows]
-        logits = self._runner.logits(step, torch.from_numpy(np.array(keep, np.int64)), on_layer)
+        rows = torch.from_numpy(np.array(keep, np.int64))
+        started = time.perf_counter()
+        logits = self._runner.logits(step, rows, on_layer)
+        self.model_seconds += time.perf_counter() - started
         prompt_logprobs = []
         offset = len(asked)
         for prompt in prompts:

@@ -33,8 +33,14 @@ def bench(*arguments: str, folder: Path) -> dict[str, Any]:
 
 def test_engine_reports_every_shape_memory_and_growth(tmp_path: Path) -> None:
     """Guards: JSON on stdout is mixed with progress, or a figure is missing."""
-    report = bench("engine", "--precision", "bf16", folder=tmp_path)
-    assert len(report["cells"]) == 4
+    report = bench(
+        *("engine", "--precision", "bf16", "--sampling", "greedy,mixed"), folder=tmp_path
+    )
+    shapes = [cell["shape"] for cell in report["cells"]]
+    assert [shape["kind"] for shape in shapes].count("decode") == 6
+    assert [shape["kind"] for shape in shapes].count("prefill") == 1
+    host = [(s["batch"], s["sampling"]) for s in shapes if s["kind"] == "host"]
+    assert sorted(host) == [(1, "greedy"), (1, "mixed"), (2, "greedy"), (2, "mixed")]
     assert all(cell["turns"] == 2 and cell["median"] > 0 for cell in report["cells"])
     (engine,) = report["engines"]
     assert engine["problem"] is None and engine["kv_token_bytes"] == 23_040

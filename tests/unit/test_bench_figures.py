@@ -11,13 +11,16 @@ from tools.bench.engine.figures import (
     Cell,
     EngineFacts,
     Plan,
+    SamplingKind,
     Shape,
     cell,
     growth,
+    host_shapes,
     make_shapes,
     parse_numbers,
 )
 from tools.bench.engine.report import (
+    host_rows,
     make_report,
     memory_rows,
     print_problems,
@@ -59,6 +62,29 @@ def test_memory_of_a_plan_covers_its_largest_shape() -> None:
     assert plan.slots == 16
     assert plan.longest >= 8000 + 24
     assert plan.pool_tokens >= max(8000 + 24, 16 * (200 + 24), 1024)
+
+
+def test_what_is_not_the_models_has_rows_of_its_own() -> None:
+    """Guards: a column of tokens/s where there are none, or a sampling that shows nowhere."""
+    samplings: tuple[SamplingKind, ...] = ("greedy", "mixed")
+    decodes = make_shapes([1], [200], [1024], samplings)
+    assert [shape.label for shape in decodes] == [
+        "decode B=1 at 200",
+        "decode B=1 at 200, mixed",
+        "prefill 1,024",
+    ]
+    shapes = host_shapes([1, 16], 200, samplings)
+    assert [(s.batch, s.sampling) for s in shapes[1:3]] == [(16, "greedy"), (1, "mixed")]
+    plan = Plan(model="m", shapes=(*decodes, *shapes), rounds=1, steps=1, cores=(0,))
+    assert plan.pool_tokens >= 16 * (200 + 64), "our scheduler would never run all 16 at once"
+    facts = EngineFacts(name="x", precision="bf16")
+    report = make_report(plan, [facts], [figures("x", shapes[1], 0.5)], 0.0)
+    assert len(speed_rows(report)[0]) == 4
+    assert host_rows(report) == [
+        ["host ms/step", "B=1, greedy", "B=16, greedy", "B=1, mixed", "B=16, mixed"],
+        ["x", "-", "0.50", "-", "-"],
+    ]
+    assert len(render_tables(report)) == 3
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-4", "1,,2"])

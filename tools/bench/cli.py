@@ -12,6 +12,7 @@ from tools.bench.options import with_options
 
 if TYPE_CHECKING:
     from tools.bench.engine.figures import Plan as EnginePlan
+    from tools.bench.engine.figures import SamplingKind
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
@@ -210,6 +211,9 @@ class OwnOptions(EngineOptions, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of KV, with commas between; else each precision's own.")
     ] = None
+    sampling: Annotated[
+        str, typer.Option(help="Of decode and host: greedy, mixed (what requests ask for), or both")
+    ] = "greedy"
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
 
 
@@ -218,6 +222,7 @@ class OwnOptions(EngineOptions, frozen=True, kw_only=True):
 def bench_engine(options: OwnOptions) -> int:
     """Measure decode steps, prefill, memory and load time of the engine alone, no server.
 
+    The host columns are what a step costs besides the model.
     On a GPU: steps of random bf16 weights beside what its memory and multipliers can do.
 
     Examples:
@@ -225,6 +230,8 @@ def bench_engine(options: OwnOptions) -> int:
     `diptych bench engine --precision bf16,fp32 --batch 1,16 --context 200`
 
     `diptych bench engine --precision int8 --kv-dtype bf16,int8 --context 200,8000`
+
+    `diptych bench engine --precision int8 --batch 16 --context 200 --sampling greedy,mixed`
 
     `diptych bench engine --device cuda --model random-8b --batch 1,32 --prefill 2048`
     """
@@ -245,7 +252,7 @@ def bench_engine(options: OwnOptions) -> int:
         )
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
     chosen = command.precisions(options.precision, command.FOR_SPEED)
-    plan = _engine_plan(options)
+    plan = _engine_plan(options, command.sampling_kinds(options.sampling))
     kv = (None,) if options.kv_dtype is None else command.kv_dtypes(options.kv_dtype)
     entries = command.own_entries(plan, chosen, kv)
     return command.bench_engine(plan, entries, out, options.as_json, console)
@@ -350,15 +357,16 @@ def bench_quality(options: QualityOptions) -> int:
     return command.bench_quality(plan, chosen, out, options.as_json, console)
 
 
-def _engine_plan(options: EngineOptions) -> "EnginePlan":
+def _engine_plan(options: EngineOptions, host: "tuple[SamplingKind, ...]" = ()) -> "EnginePlan":
+    """Return what is measured; ``host`` are the samplings that only our engine is asked for."""
     from tools.bench.engine.command import pick_cores
-    from tools.bench.engine.figures import Plan, make_shapes, parse_numbers
+    from tools.bench.engine.figures import Plan, host_shapes, make_shapes, parse_numbers
 
-    shapes = make_shapes(
-        parse_numbers("--batch", options.batch),
-        parse_numbers("--context", options.context),
-        parse_numbers("--prefill", options.prefill),
-    )
+    batches = parse_numbers("--batch", options.batch)
+    contexts = parse_numbers("--context", options.context)
+    prompts = parse_numbers("--prefill", options.prefill)
+    shapes = make_shapes(batches, contexts, prompts, host or ("greedy",))
+    shapes += host_shapes(batches, contexts[0], host)
     return Plan(
         model=options.model,
         shapes=shapes,

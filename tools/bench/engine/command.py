@@ -14,7 +14,7 @@ from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
 from shared.precision import Precision
 from tools.bench.engine.contestant import Launch
-from tools.bench.engine.figures import Plan
+from tools.bench.engine.figures import Plan, SamplingKind
 from tools.bench.engine.report import (
     EngineReport,
     make_report,
@@ -40,6 +40,11 @@ def precisions(text: str | None, otherwise: Sequence[Precision]) -> tuple[Precis
 def kv_dtypes(text: str) -> tuple[KvDtype, ...]:
     """Read `--kv-dtype`. Raises ``BadConfig`` with those there are."""
     return _names("--kv-dtype", text, get_args(KvDtype))
+
+
+def sampling_kinds(text: str) -> tuple[SamplingKind, ...]:
+    """Read `--sampling`. Raises ``BadConfig`` with those there are."""
+    return _names("--sampling", text, get_args(SamplingKind))
 
 
 def _names(option: str, text: str, known: tuple[T, ...]) -> tuple[T, ...]:

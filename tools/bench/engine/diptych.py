@@ -15,13 +15,14 @@ from shared.engine.engine import Engine
 from shared.errors import NumericalError
 from shared.kv.arena import KvArena
 from shared.messages.request import Sampling
+from tools.bench.engine.figures import CHUNK
+from tools.bench.engine.host import HostSide, samplings_of
 
 BLOCK_SIZE = 16
 BEST = 512
 """Tokens whose log probabilities are compared; all others count as one."""
 
 _WARM_UP = 3
-_CHUNK = 512
 _COPY_BYTES = 256 << 20
 
 
@@ -63,18 +64,17 @@ class Measured:
             times.append(time.perf_counter() - started)
         return _COPY_BYTES / sorted(times)[len(times) // 2]
 
-    def decode(self, batch: int, context: int, steps: int) -> list[float]:
+    def decode(self, batch: int, context: int, steps: int, sampling: str = "greedy") -> list[float]:
         """Return the seconds of ``steps`` steps after a few unmeasured ones."""
         keys = range(batch)
         blocks = -(-(context + _WARM_UP + steps + 1) // BLOCK_SIZE)
         tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in keys]
         if self._filled != (batch, context):
             for key in keys:
-                prompt = random.Random(key).choices(range(3, self._engine.vocab_size), k=context)
-                self._read(key, prompt, tables[key])
+                self._read(key, self._prompt(key, context), tables[key])
             self._filled = (batch, context)
-        sampling = Sampling(seed=0, max_tokens=steps + _WARM_UP + 1, temperature=0.0)
-        opened = tuple(OpenSequence(key, sampling, (1,)) for key in keys)
+        samplings = samplings_of(sampling, batch, steps + _WARM_UP + 1)
+        opened = tuple(OpenSequence(key, samplings[key], (1,)) for key in keys)
         tokens, times = list(range(100, 100 + batch)), []
         for position in range(context, context + _WARM_UP + steps):
             started = time.perf_counter()
@@ -84,6 +84,13 @@ class Measured:
             opened, tokens = (), [sampled.token for sampled in result.sampled]
         self._step(StepInput(closed=tuple(keys)))
         return times[_WARM_UP:]
+
+    def host(self, batch: int, context: int, steps: int, sampling: str) -> list[float]:
+        """Return the seconds of ``steps`` decode steps that pass outside the model."""
+        self._filled = (0, 0)
+        side = HostSide(self._engine, self._arena, batch)
+        prompts = [tuple(self._prompt(key, context)) for key in range(batch)]
+        return side.measure(prompts, samplings_of(sampling, batch, 1 << 20), steps)
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from a prompt of ``tokens`` tokens to its first token."""
@@ -134,9 +141,12 @@ class Measured:
         save_file({"logprobs": logprobs, "tokens": tokens, "best": scores}, out)
         return len(rows)
 
+    def _prompt(self, key: int, length: int) -> list[int]:
+        return random.Random(key).choices(range(3, self._engine.vocab_size), k=length)
+
     def _read(self, key: int, prompt: Sequence[int], table: tuple[int, ...]) -> None:
-        for low in range(0, len(prompt), _CHUNK):
-            part = SequenceInput(key, tuple(prompt[low : low + _CHUNK]), low, table, False)
+        for low in range(0, len(prompt), CHUNK):
+            part = SequenceInput(key, tuple(prompt[low : low + CHUNK]), low, table, False)
             self._step(StepInput(sequences=(part,)))
 
     def _step(self, step: StepInput) -> StepResult:
@@ -153,6 +163,7 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., object]]:
         "facts": measured.facts,
         "copy_rate": measured.copy_rate,
         "decode": measured.decode,
+        "host": measured.host,
         "prefill": measured.prefill,
         "score": measured.score,
     }

@@ -8,22 +8,34 @@ from msgspec import Struct
 
 from shared.errors import BadConfig
 
-Kind = Literal["decode", "prefill"]
+Kind = Literal["decode", "prefill", "host"]
+SamplingKind = Literal["greedy", "mixed"]
+
+CHUNK = 512
+"""Tokens of prompts read at a time before decode is measured."""
+
+_GROWTH = 64
+"""Tokens per sequence for which our scheduler keeps blocks."""
 
 
 class Shape(Struct, frozen=True):
-    """A decode step of ``batch`` sequences, each ``tokens`` long, or a prompt of ``tokens``."""
+    """A decode step of ``batch`` sequences, each ``tokens`` long, or a prompt of ``tokens``.
+
+    ``host`` is what such a decode step costs besides the model.
+    """
 
     kind: Kind
     batch: int
     tokens: int
+    sampling: SamplingKind = "greedy"
 
     @property
     def label(self) -> str:
         """Name for tables."""
         if self.kind == "prefill":
             return f"prefill {self.tokens:,}"
-        return f"decode B={self.batch} at {self.tokens:,}"
+        mixed = "" if self.sampling == "greedy" else f", {self.sampling}"
+        return f"{self.kind} B={self.batch} at {self.tokens:,}{mixed}"
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -51,7 +63,12 @@ class Plan(Struct, frozen=True, kw_only=True):
         return max(shape.batch * (shape.tokens + self._room(shape)) for shape in self.shapes)
 
     def _room(self, shape: Shape) -> int:
-        return 0 if shape.kind == "prefill" else self.steps + 16
+        if shape.kind == "prefill":
+            return 0
+        room = self.steps + 16
+        if shape.kind == "host":  # those read first decode while the others are read
+            room += _GROWTH + shape.batch * shape.tokens // CHUNK
+        return room
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -104,12 +121,24 @@ def cell(engine: str, shape: Shape, turns: Sequence[Sequence[float]]) -> Cell:
 
 
 def make_shapes(
-    batches: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    prompts: Sequence[int],
+    samplings: Sequence[SamplingKind] = ("greedy",),
 ) -> tuple[Shape, ...]:
     """Return every batch at the first context, the smallest batch at all others, and prompts."""
-    shapes = [Shape("decode", batch, contexts[0]) for batch in batches]
-    shapes += [Shape("decode", min(batches), context) for context in contexts[1:]]
+    shapes = []
+    for sampling in samplings:
+        shapes += [Shape("decode", batch, contexts[0], sampling) for batch in batches]
+        shapes += [Shape("decode", min(batches), context, sampling) for context in contexts[1:]]
     return (*shapes, *(Shape("prefill", 1, tokens) for tokens in prompts))
+
+
+def host_shapes(
+    batches: Sequence[int], context: int, samplings: Sequence[SamplingKind]
+) -> tuple[Shape, ...]:
+    """Return every batch with every sampling, each sequence ``context`` tokens long."""
+    return tuple(Shape("host", batch, context, kind) for kind in samplings for batch in batches)
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:
@@ -143,6 +172,7 @@ def growth(engine: EngineFacts, cells: Sequence[Cell]) -> Growth | None:
     if engine.kv_token_bytes is None or engine.copy_rate is None:
         return None
     mine = [c for c in cells if c.engine == engine.name and c.shape.kind == "decode"]
+    mine = [c for c in mine if c.shape.sampling == mine[0].shape.sampling]
     smallest = min((c.shape.batch for c in mine), default=0)
     mine = sorted((c for c in mine if c.shape.batch == smallest), key=lambda c: c.shape.tokens)
     if len(mine) < 2:

@@ -19,6 +19,9 @@ _NOTE = (
     "on the same cores, all loaded, the others stopped. A decode step is one token for each of B "
     "sequences that are that long already."
 )
+_HOST_NOTE = (
+    "of a decode step what is not the model's: schedule, pack, sample, messages (no sockets)"
+)
 _MEMORY_NOTE = (
     "Load: from the process's first import to ready. RSS: after loading / after the last turn. "
     "The KV pool is part of the second and as large as the longest shape needs."
@@ -61,13 +64,24 @@ def find(cells: Sequence[Cell], engine: str, shape: Shape) -> Cell | None:
 
 
 def speed_rows(report: EngineReport) -> Rows:
-    """Return one row per engine, one column per shape."""
-    shapes = report.plan.shapes
+    """Return one row per engine, one column per shape of model and sampling together."""
+    shapes = [shape for shape in report.plan.shapes if shape.kind != "host"]
     body = [
         [facts.name, *(_speed(find(report.cells, facts.name, shape)) for shape in shapes)]
         for facts in report.engines
     ]
     return [["engine", *(shape.label for shape in shapes)], *body]
+
+
+def host_rows(report: EngineReport) -> Rows:
+    """Return one row per engine, one column per batch and sampling; only a header without any."""
+    shapes = [shape for shape in report.plan.shapes if shape.kind == "host"]
+    body = [
+        [facts.name, *(_host(find(report.cells, facts.name, shape)) for shape in shapes)]
+        for facts in report.engines
+    ]
+    header = [f"B={shape.batch}, {shape.sampling}" for shape in shapes]
+    return [["host ms/step", *header], *(body if shapes else [])]
 
 
 def memory_rows(report: EngineReport) -> Rows:
@@ -91,8 +105,10 @@ def memory_rows(report: EngineReport) -> Rows:
 
 def render_tables(report: EngineReport) -> list[Table]:
     """Return the tables for a terminal."""
+    host = host_rows(report)
     return [
         as_table(speed_rows(report), report.title, "median ms (tokens/s)"),
+        *([as_table(host, "", _HOST_NOTE)] if len(host) > 1 else []),
         as_table(memory_rows(report), "", _loads(report)),
     ]
 
@@ -114,10 +130,12 @@ def write_report(report: EngineReport, base: Path, more: Sequence[tuple[Rows, st
             bars = {name: [_median(report, name, shape) for shape in shapes] for name in names}
             labels = [shape.label.removeprefix(f"{kind} ") for shape in shapes]
             charts.append(grouped_bars(title, labels, bars))
+    host = host_rows(report)
+    tables = [*more, *([(host, _HOST_NOTE)] if len(host) > 1 else [])]
     page = render_page(
         report.title,
         (report.made_at, report.machine, _loads(report), f"{plan.rounds} rounds"),
-        [(speed_rows(report), _NOTE), *more, (memory_rows(report), _MEMORY_NOTE)],
+        [(speed_rows(report), _NOTE), *tables, (memory_rows(report), _MEMORY_NOTE)],
         _problems(report),
         charts,
     )
@@ -141,6 +159,10 @@ def as_table(rows: Rows, title: str, caption: str) -> Table:
 
 def _speed(found: Cell | None) -> str:
     return "-" if found is None else f"{found.median:.1f} ({found.rate:,.0f})"
+
+
+def _host(found: Cell | None) -> str:
+    return "-" if found is None else f"{found.median:.2f}"
 
 
 def _median(report: EngineReport, name: str, shape: Shape) -> float:

@@ -103,11 +103,12 @@ class Race:
                 turn = [float(contestant.ask("prefill", _TURN_TIMEOUT, tokens=shape.tokens))]
             else:
                 turn = contestant.ask(
-                    "decode",
+                    shape.kind,
                     _TURN_TIMEOUT,
                     batch=shape.batch,
                     context=shape.tokens,
                     steps=self._plan.steps,
+                    **_how(shape),
                 )
         except DiptychError as error:
             self._drop(name, error)
@@ -134,6 +135,12 @@ class Race:
                 self._drop(name, error)
             else:
                 self._facts[name] = replace(self._facts[name], copy_rate=rate)
+
+
+def _how(shape: Shape) -> dict[str, str]:
+    """Return what only our engines are asked: peers decode greedily."""
+    greedy = shape.kind == "decode" and shape.sampling == "greedy"
+    return {} if greedy else {"sampling": shape.sampling}
 
 
 def _bar(console: Console) -> Progress:
