@@ -43,12 +43,13 @@ def cutoff(weights: Row, min_p: float, top_k: int, top_p: float) -> np.float32:
     """
     if top_k <= 0 and top_p >= 1.0:
         return np.float32(min_p)
-    goal = top_p * float(weights.sum(dtype=np.float64)) if top_k <= 0 else 0.0
+    whole = top_k <= 0 and min_p <= 0
+    goal = top_p * float(weights.sum(dtype=np.float64)) if whole else 0.0
     for probe in _PROBES:
         candidates = weights[weights >= np.float32(max(probe, min_p))]
         if probe <= min_p or candidates.size >= top_k > 0:
             return _cutoff_among(candidates, top_k, top_p)
-        if top_k <= 0 and candidates.sum(dtype=np.float64) >= goal:
+        if whole and candidates.sum(dtype=np.float64) >= goal:
             return _smallest_head(np.sort(candidates)[::-1], goal)
     raise AssertionError("the last probe holds every candidate")
 
