@@ -4,12 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shared.engine.batch import OpenSequence
 from shared.engine.sampling.philox import uniforms
 from shared.engine.sampling.sampler import Sampler
 from shared.errors import InvalidRequest
 from shared.messages.request import Sampling
+from tests.unit import sampling_reference as plain
 
 VOCAB = 500
 
@@ -68,6 +71,50 @@ def test_neighbours_do_not_matter() -> None:
     for key in range(len(MANY)):
         alone, _ = opened(*MANY).sample([key], rows[key : key + 1])
         assert alone[0] == together[key] == backwards[::-1][key]
+
+
+SAMPLINGS = st.builds(
+    sampling,
+    seed=st.integers(-5, 2**64),
+    temperature=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 20)),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 1)),
+    top_k=st.one_of(st.just(0), st.integers(0, VOCAB + 9)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    repetition_penalty=st.one_of(st.just(1.0), st.floats(0.1, 10)),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -2.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=3),
+    logprobs=st.sampled_from([None, None, 0, 4]),
+    min_tokens=st.sampled_from([0, 8]),
+    stop_token_ids=st.sampled_from([(), (4, 8)]),
+)
+
+
+def plain_token(state: Any, row: Any) -> int:
+    """Return the token of one row, the plain way."""
+    edited = state.edited(row, np.empty_like(row))
+    if state.greedy:
+        return int(edited.argmax())
+    option = state.sampling
+    weights = plain.weights_of(edited, option.temperature, np.empty_like(row))
+    (number,) = uniforms([option.seed], [state.index])
+    return plain.draw(weights, option.min_p, option.top_k, option.top_p, float(number))
+
+
+@settings(max_examples=100, deadline=None)
+@given(options=st.lists(SAMPLINGS, min_size=2, max_size=9), seed=st.integers(0, 9))
+def test_mixed_rows_get_what_each_gets_alone(options: list[Sampling], seed: int) -> None:
+    """Guards: memory shared by rows of a batch carries one's weights or edits into another's."""
+    rows = logits_of(seed, len(options))
+    given_rows = rows.copy()
+    together, failed = opened(*options, outputs=(3, 9)).sample(range(len(options)), rows)
+    assert failed == []
+    assert (rows == given_rows).all(), "the model's logits were changed"
+    for key, option in enumerate(options):
+        sampler = opened(*options, outputs=(3, 9))
+        state = sampler.get(key)
+        assert together[key].token == plain_token(state, rows[key]), option
+        assert sampler.sample([key], rows[key : key + 1])[0] == [together[key]]
 
 
 def test_seeds_and_indices_change_the_draw() -> None:
@@ -166,10 +213,10 @@ def test_penalties_follow_the_published_formulas() -> None:
         expected[token] = value / 1.4 if value > 0 else value * 1.4
         count = output.count(token)
         expected[token] -= 0.7 * count + 0.3 * (count > 0)
-    np.testing.assert_allclose(state.edited(row), expected, rtol=1e-6)
+    np.testing.assert_allclose(state.edited(row, np.empty_like(row)), expected, rtol=1e-6)
     state.accept(9)
     expected[9] -= 0.7
-    np.testing.assert_allclose(state.edited(row), expected, rtol=1e-6)
+    np.testing.assert_allclose(state.edited(row, np.empty_like(row)), expected, rtol=1e-6)
 
 
 def test_penalties_survive_many_distinct_tokens() -> None:
@@ -180,7 +227,7 @@ def test_penalties_survive_many_distinct_tokens() -> None:
     for token in range(300):
         state.accept(token)
     row = np.zeros(VOCAB, dtype=np.float32)
-    assert state.edited(row).tolist() == [-2.0] * 300 + [0.0] * (VOCAB - 300)
+    assert state.edited(row, np.empty_like(row)).tolist() == [-2.0] * 300 + [0.0] * (VOCAB - 300)
 
 
 def test_bias_forces_and_forbids() -> None:

@@ -15,9 +15,11 @@ _DISTANCES: Final = (4.0, 8.0, 16.0, np.inf)
 class RowLogprobs:
     """Log-softmax of one row; the best ``k`` are ordered by logit, then by token id."""
 
-    def __init__(self, row: Row, k: int) -> None:
+    def __init__(self, row: Row, k: int, scratch: Row | None = None) -> None:
+        """Sum up ``row``; ``scratch`` of the same size spares taking memory for it."""
         highest = row.max()
-        total = np.exp(row - highest).sum(dtype=np.float64)
+        weights = np.subtract(row, highest, out=scratch)
+        total = np.exp(weights, out=weights).sum(dtype=np.float64)
         self._row = row
         self._norm = float(highest) + float(np.log(total))
         self._top = tuple(
@@ -38,6 +40,6 @@ def _best(row: Row, k: int, highest: float) -> NDArray[np.int64]:
         candidates = np.flatnonzero(row >= highest - distance)
         if candidates.size >= k:
             break
-    order = np.argsort(-row[candidates], kind="stable")
+    order = (-row[candidates]).argsort(kind="stable")
     best: NDArray[np.int64] = candidates[order[:k]]
     return best

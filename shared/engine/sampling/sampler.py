@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from shared.engine.batch import OpenSequence, Sampled
-from shared.engine.sampling.distribution import Row, draw, weights_of
+from shared.engine.sampling.distribution import Chooser, Row
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.logprobs import RowLogprobs
 from shared.engine.sampling.philox import uniforms
@@ -29,7 +29,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._states: dict[int, SequenceState] = {}
-        self._scratch: Row = np.empty(vocab_size, dtype=np.float32)
+        self._chooser = Chooser(vocab_size)
+        self._spare: Row = np.empty(vocab_size, dtype=np.float32)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -77,26 +78,25 @@ class Sampler:
         sampling = state.sampling
         token = greedy
         if number is not None or state.edits:
-            token = self._choose(state, row, number)
+            token = self._choose(state, row, greedy, number)
         logprob = None
         if sampling.logprobs is not None:
-            logprob = RowLogprobs(row, sampling.logprobs).of(token)
+            logprob = RowLogprobs(row, sampling.logprobs, self._spare).of(token)
         state.accept(token)
         return Sampled(key=key, token=token, logprob=logprob)
 
-    def _choose(self, state: SequenceState, row: Row, number: float | None) -> int:
-        sampling = state.sampling
+    def _choose(self, state: SequenceState, row: Row, greedy: int, number: float | None) -> int:
         if state.edits:
-            row = state.edited(row)
-            if not np.isfinite(row.max()):
+            row = state.edited(row, self._spare)
+            greedy = int(row.argmax())
+            if not np.isfinite(row[greedy]):
                 raise _Unsampleable(
                     f"the schema allows nothing after {state.index} tokens of output",
                     param="response_format",
                 )
         if number is None:
-            return int(row.argmax())
-        weights = weights_of(row, sampling.temperature, self._scratch)
-        return draw(weights, sampling.min_p, sampling.top_k, sampling.top_p, number)
+            return greedy
+        return self._chooser.choose(row, row[greedy], state.filters, number)
 
 
 def _finite(logits: Rows) -> NDArray[np.bool_]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shared.engine.batch import OpenSequence
-from shared.engine.sampling.distribution import Row
+from shared.engine.sampling.distribution import Filters, Row
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.penalties import SeenTokens
 from shared.errors import InvalidRequest
@@ -36,6 +36,7 @@ class SequenceState:
         self.index = len(sequence.output_ids)
         """Number of output tokens so far: the index of the next one."""
         self.greedy = sampling.temperature < GREEDY_BELOW
+        self.filters = Filters(sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)
         self.prompt_ids = sequence.prompt_ids
         _check_numbers(sampling)
         _check_ids(sampling.logit_bias, vocab_size, "logit_bias")
@@ -68,12 +69,13 @@ class SequenceState:
     def _must_go_on(self) -> bool:
         return self.index < self.sampling.min_tokens and self._stop_ids.size > 0
 
-    def edited(self, row: Row) -> Row:
-        """Return a changed copy of ``row``: penalties, bias, grammar, minimum length.
+    def edited(self, row: Row, out: Row) -> Row:
+        """Write ``row`` with penalties, bias, grammar and minimum length to ``out``; return it.
 
         Where grammar and minimum length leave no token, the grammar wins.
         """
-        row = row.copy()
+        np.copyto(out, row)
+        row = out
         if self._seen is not None:
             sampling = self.sampling
             self._seen.penalise(
