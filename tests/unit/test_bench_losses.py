@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 import numpy as np
@@ -13,11 +13,13 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from shared.errors import BadConfig
+from shared.kv.layout import KvDtype
+from shared.precision import Precision
 from tools.bench.codecs_quality import BestTokens
 from tools.bench.options import with_options
 from tools.bench.quality import measure as quality
 from tools.bench.quality.command import breaches, quality_rows
-from tools.bench.quality.gates import GATES
+from tools.bench.quality.gates import GATES, gate_for
 from tools.bench.quality.measure import (
     TEXT,
     Loss,
@@ -87,6 +89,24 @@ def test_kv_in_int8_has_bounds_of_its_own() -> None:
     worse = msgspec.structs.replace(some, kl=0.1)
     (found,) = breaches(msgspec.structs.replace(kept, decode=worse))
     assert found.startswith("bf16, KV int8, decode: KL")
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
+def test_everything_that_can_be_served_has_bounds(precision: Precision, kv_dtype: KvDtype) -> None:
+    """Guards: a combination that passes whatever it loses, as fp16 and int4 with int8 KV did."""
+    gate = gate_for(precision, kv_dtype)
+    assert gate.perplexity <= 0.02
+    assert gate.top1 >= 0.96
+    awful = Loss(positions=9, perplexity=99.0, perplexity_change=9.0, top1=0.1, kl=3.0)
+    measured = msgspec.structs.replace(row(awful), precision=precision, kv_dtype=kv_dtype)
+    assert len(breaches(measured)) == 6
+
+
+def test_coarse_kv_below_fine_weights_may_cost_what_such_weights_may() -> None:
+    assert gate_for("fp32", "bf16") == GATES["bf16"]
+    assert gate_for("int4", "bf16") == GATES["int4"]
+    assert gate_for("fp16", "fp32") == GATES["fp16"]
 
 
 def test_the_reference_has_the_tightest_bounds() -> None:

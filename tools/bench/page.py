@@ -60,11 +60,20 @@ def write_files(report: Struct, page: str, base: Path) -> tuple[Path, Path]:
     as_json, as_html = base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
-        as_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        as_json.write_bytes(
+            msgspec.json.format(msgspec.json.encode(report, enc_hook=_words)) + b"\n"
+        )
         as_html.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ResourceMissing(f"the report cannot go to {base}: {error.strerror}") from error
     return as_json, as_html
+
+
+def _words(value: object) -> str:
+    """Return paths as text: the one thing in reports that JSON does not know."""
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} in a report")
 
 
 def render_page(

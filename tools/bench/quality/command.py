@@ -106,10 +106,8 @@ def quality_rows(rows: list[QualityRow]) -> Rows:
 
 
 def breaches(row: QualityRow) -> list[str]:
-    """Say where a variant is outside its bounds; nothing for one that has none."""
+    """Say where a variant is outside its bounds."""
     gate = gate_for(row.precision, row.kv_dtype)
-    if gate is None:
-        return []
     return [
         f"{row.label}, {phase}: {what}"
         for phase, lost in (("prefill", row.prefill), ("decode", row.decode))
