@@ -242,23 +242,24 @@ def load_deployment(path: str | Path) -> Deployment:
     Raises:
         BadConfig: with file, line or key path, and what is allowed.
     """
-    mapping = read_mapping(Path(path))
+    tree: object = read_mapping(Path(path))
     try:
-        tree = _units_to_numbers(mapping, "$")
+        tree = _units_to_numbers(tree, "$")
         deployment = msgspec.convert(tree, Deployment, strict=True)
     except BadConfig as error:
         raise BadConfig(f"{path}: {error.message}") from error
     except msgspec.ValidationError as error:
-        raise BadConfig(f"{path}: {error}{_allowed(str(error))}") from error
+        raise BadConfig(f"{path}: {error}{_allowed(str(error), tree)}") from error
     check_deployment(deployment, str(path))
     return deployment
 
 
-def _allowed(message: str) -> str:
-    """Say what is allowed at the key path that ends a msgspec message."""
+def _allowed(message: str, tree: object) -> str:
+    """Say what is allowed at the key path that ends a msgspec message about ``tree``."""
     node: msgspec.inspect.Type = msgspec.inspect.type_info(Deployment)
     match = re.search(r"at `\$([^`]*)`$", message)
-    for key in re.findall(r"[^.\[\]]+", match[1]) if match else ():
+    keys = re.findall(r"[^.\[\]]+", match[1]) if match else []
+    for key in keys:
         if key.isdigit():
             continue  # the number of a list's item, which has the list's node
         inner = _fields(node).get(key)
@@ -266,8 +267,21 @@ def _allowed(message: str) -> str:
             return ""
         node = inner
     patterns = [words for pattern, words in _PATTERNS.items() if f"'{pattern}'" in message]
-    allowed = patterns or _literals(node) or list(_fields(node))
+    allowed = patterns or _usable(_literals(node), keys, tree) or list(_fields(node))
     return f" (allowed: {', '.join(allowed)})" if allowed else ""
+
+
+def _usable(values: list[str], keys: list[str], tree: object) -> list[str]:
+    """Leave out what the device of the worker section around ``keys`` would be refused next."""
+    section = tree
+    for key in keys[:-1]:
+        section = section.get(key) if isinstance(section, dict) else None
+    device = section.get("device", "cpu") if isinstance(section, dict) else "cpu"
+    if keys[-1:] == ["precision"]:
+        return [value for value in values if device_problem(device, value, None) is None]
+    if keys[-1:] == ["kv_dtype"]:
+        return [value for value in values if device_problem(device, "", value) is None]
+    return values
 
 
 def _arms(node: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:

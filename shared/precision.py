@@ -31,3 +31,13 @@ def kv_dtype_for(precision: PrecisionRule, asked: KvDtype | None) -> KvDtype:
         case "int8" | "int4" | "auto":
             return "bf16"
     return precision
+
+
+def slow_precision(precision: PrecisionRule, role: Role, device: str) -> str | None:
+    """Say what makes a worker slow that its deployment file asks for, None where nothing does."""
+    if precision != "fp16" or device != "cpu":
+        return None
+    return (
+        f"`workers.{role}.precision: fp16` on a CPU runs in torch's own layers, which take ten "
+        "times as long as bf16 for prompts: use bf16, int8 or auto"
+    )

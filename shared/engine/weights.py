@@ -12,6 +12,10 @@ from shared.kv.memory import available_memory
 _MAX_HEADER: Final = 100 << 20
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 16 << 10
+_UNPACKED: Final = frozenset({"mxfp4"})
+"""Methods whose weights transformers reads as bf16."""
+OUR_GROUP: Final = 32
+"""``shared.kernels.types.GROUP``, for processes without torch."""
 _RUNTIME_BYTES: Final = 256 << 20
 """Memory beside the weights that the process needs while loading."""
 
@@ -21,10 +25,34 @@ def check_weights(model_dir: Path) -> int:
 
     Raises:
         ResourceMissing: a file is missing or truncated.
-        UnsupportedModel: the weights are not safetensors, or the config is not readable.
+        UnsupportedModel: the weights are not safetensors, or quantised already, or the config is
+            not readable.
     """
-    read_config(model_dir)
+    _refuse_quantised(model_dir.name, read_config(model_dir))
     return sum(_check_file(path) for path in weight_files(model_dir))
+
+
+def _refuse_quantised(name: str, config: dict[str, Any]) -> None:
+    """Raise ``UnsupportedModel`` where the files hold another program's integers."""
+    inner = config.get("text_config")
+    schemes = [
+        part.get("quantization_config") for part in (config, inner) if isinstance(part, dict)
+    ]
+    scheme = next((found for found in schemes if found), None)
+    if scheme is None:
+        return
+    facts = scheme if isinstance(scheme, dict) else {}
+    method = str(facts.get("quant_method", "an unnamed method"))
+    if method in _UNPACKED:
+        return
+    bits, group = facts.get("bits"), facts.get("group_size")
+    how = "".join((f", {bits} bits" if bits else "", f", groups of {group}" if group else ""))
+    raise UnsupportedModel(
+        f"{name}: its weights are quantised already ({method}{how}), in a form that is not read; "
+        "use the bf16 or fp16 checkpoint that it was made of, with `precision: int8` or on a GPU "
+        f"bf16, or a GGUF file of 4-bit weights in groups of {OUR_GROUP} (Q4_0, Q4_1) with "
+        "`precision: int4`"
+    )
 
 
 def require_memory(model_dir: Path, weight_bytes: int) -> None:

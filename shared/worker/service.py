@@ -20,6 +20,7 @@ from shared.kv.arena import KvArena
 from shared.kv.block_pool import BlockPool
 from shared.messages.hello import Compatibility
 from shared.messages.router_worker import CancelWork, FromWorker, StepOutput, WorkerHello
+from shared.precision import slow_precision
 from shared.runtime import host_id
 from shared.service import ReadyFile, ServiceFailed
 from shared.transport.bulk.faults import FaultyCopies
@@ -79,6 +80,9 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
     """
     os.sched_setaffinity(0, settings.cores)
     log.info("%s loads %s on cores %s", settings.worker, settings.model, list(settings.cores))
+    slow = slow_precision(settings.precision, settings.role, settings.device)
+    if slow is not None:
+        log.warning(slow)
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
         loading = asyncio.get_running_loop().run_in_executor(thread, load_engine, settings)
         engine, arena = await loading

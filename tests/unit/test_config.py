@@ -118,6 +118,29 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(
+    ("device", "key", "allowed"),
+    [
+        ("cpu", "precision", "auto bf16 fp16 fp32 int4 int8"),
+        ("cpu", "kv_dtype", "bf16 fp16 fp32 int8"),
+        ("cuda:1", "precision", "auto bf16 fp16 fp32"),
+        ("cuda:1", "kv_dtype", "bf16 fp16 fp32"),
+    ],
+)
+def test_what_is_allowed_instead_is_not_refused_next(
+    tmp_path: Path, device: str, key: str, allowed: str
+) -> None:
+    """fp8 is what people ask GPUs for; they were sent on to int8, which is for CPUs."""
+    workers = f"{{mixed: {{device: '{device}', {key}: fp8}}}}"
+    path = _write(tmp_path, f"name: d\ndeployment_type: colocated\nworkers: {workers}\n")
+    with pytest.raises(BadConfig) as caught:
+        load_deployment(path)
+    assert "'fp8'" in caught.value.message
+    where, _, named = caught.value.message.rstrip(")").partition(" (allowed: ")
+    assert where.endswith(f"`$.workers.mixed.{key}`")
+    assert sorted(named.split(", ")) == allowed.split()
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("", ["found nothing"]),

@@ -1,5 +1,6 @@
 """Models that would be served wrongly are refused at load, and the reason is named."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from shared.engine.attention import PagedForward
 from shared.engine.checks import inspect_model
 from shared.engine.engine import Engine
 from shared.engine.loading import load_model
+from shared.engine.model_files import resolve_model
 from shared.engine.rope import pin_rope
+from shared.engine.weights import OUR_GROUP, check_weights
 from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
+from shared.kernels.types import GROUP
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout, LayerKv
 from tests.unit.engine_models import CONFIGS, POSITIONS, WINDOW, load_engine, save_model
@@ -233,6 +237,48 @@ def test_weights_that_do_not_belong_to_the_config_are_refused(tmp_path: Path) ->
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"layers\.1\.self_attn\.q_proj\.weight"):
         load_engine(directory)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits, groups of 128"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "awq, 4 bits, groups of 64"),
+        ({"quant_method": "fp8"}, "(fp8)"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors"),
+        ({"load_in_4bit": True}, "an unnamed method"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["int4", "int8", "bf16"])
+def test_weights_of_other_quantisers_are_refused_with_what_is_read(
+    tmp_path: Path, scheme: dict[str, Any], named: str, precision: str
+) -> None:
+    """transformers asks for packages that are not here, or takes integers for weights."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": scheme}))
+    with pytest.raises(UnsupportedModel) as refused:
+        load_engine(tmp_path, precision=precision)
+    message = refused.value.message
+    for part in (named, tmp_path.name, "`precision: int8`", "groups of 32", "Q4_1"):
+        assert part in message
+    assert OUR_GROUP == GROUP
+    with pytest.raises(UnsupportedModel, match="quantised already"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_quantised_language_model_inside_another_is_refused(tmp_path: Path) -> None:
+    config = {"text_config": {"quantization_config": {"quant_method": "awq"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="awq"):
+        load_engine(tmp_path)
+
+
+def test_weights_that_transformers_unpacks_are_not_refused(tmp_path: Path) -> None:
+    """Guards: gpt-oss as it is published."""
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert check_weights(directory) > 0
 
 
 def test_too_little_memory_is_said_before_loading(

@@ -192,6 +192,20 @@ def test_kernels_that_cannot_be_built_are_a_warning_before_the_start(
     assert (finding.level, "no C++ compiler found" in finding.text) == ("warn", True)
 
 
+def test_fp16_on_a_cpu_is_a_warning_before_the_start() -> None:
+    """It serves, ten times slower than bf16: a user would blame the machine."""
+
+    def said(device: str, precision: str) -> str:
+        console = Console(record=True, file=io.StringIO(), width=200)
+        workers = {"prefill": {}, "decode": {"device": device, "precision": precision}}
+        preflight.warn_of_slow_weights(make(workers=workers), console)
+        return console.export_text()
+
+    assert "`workers.decode.precision: fp16`" in said("cpu", "fp16")
+    assert "bf16, int8 or auto" in said("cpu", "fp16")
+    assert said("cuda", "fp16") + said("cpu", "bf16") == ""
+
+
 def test_examine_reports_a_bad_key_with_its_path(tmp_path: Path) -> None:
     config = tmp_path / "x.yaml"
     config.write_text("name: x\ndeployment_type: split\nmodel: {blocksize: 3}\n")

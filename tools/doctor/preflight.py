@@ -6,10 +6,12 @@ import sys
 
 from rich.console import Console
 
-from shared.config import Deployment
+from shared.config import Deployment, WorkerSection
 from shared.errors import ResourceMissing
 from shared.kernels.build import KernelsUnavailable, build, is_built
 from shared.known_models import KNOWN_MODELS
+from shared.messages.fleet import Role
+from shared.precision import slow_precision
 from tools.doctor.deployment import check_endpoints, check_gateway, check_memory, check_port
 from tools.doctor.machine import check_shared_memory
 from tools.doctor.model import ModelFiles, inspect_model
@@ -34,6 +36,7 @@ def prepare_model(deployment: Deployment, console: Console) -> None:
     Raises:
         DiptychError: no model, a damaged one, or too little memory.
     """
+    warn_of_slow_weights(deployment, console)
     files = fetch_model(deployment, console)
     check_memory(deployment, files.parameters)
     build_kernels(console)
@@ -50,6 +53,18 @@ def fetch_model(deployment: Deployment, console: Console) -> ModelFiles:
     if known is not None and not is_fetched(known):
         fetch(known, console)
     return inspect_model(deployment.model.path)
+
+
+def warn_of_slow_weights(deployment: Deployment, console: Console) -> None:
+    """Print a line for every role whose precision this machine serves slowly."""
+    roles: tuple[Role, ...] = ("prefill", "decode", "mixed")
+    for role in roles:
+        section: WorkerSection | None = getattr(deployment.workers, role)
+        if section is None or not section.count:
+            continue
+        slow = slow_precision(section.precision, role, section.device)
+        if slow is not None:
+            console.print(f"[yellow]warning[/] {slow}", highlight=False)
 
 
 def build_kernels(console: Console) -> None:
