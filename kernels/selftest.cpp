@@ -219,7 +219,125 @@ void test_stack(const Kernels& k, Kind kind, Store store, long inter = 50) {
   for (float x : results[0]) require(isfinite(x), "stack", k.name);
 }
 
+constexpr Store kStores[] = {Store::F32, Store::BF16, Store::F16};
+
+double step_of(Store s) {  // how far rounding may move a number of up to 1, or of a row's up to 1
+  return s == Store::F32 ? 1e-6 : s == Store::BF16 ? 0x1p-8 : s == Store::F16 ? 0x1p-10 : 0.5 / 127;
+}
+
+// `count` random numbers in a buffer of `store`, and what they are as doubles.
+struct Stored {
+  Exact<char> bytes;
+  std::vector<double> values;
+
+  Stored(const Kernels& k, Store store, long count) : bytes(count * store_bytes(store)) {
+    Exact<float> plain(count);
+    fill(plain);
+    k.convert(Store::F32, reinterpret_cast<char*>(plain.data), store, bytes.data, 1, count);
+    values = read(k, store, bytes.data, count);
+  }
+  static std::vector<double> read(const Kernels& k, Store store, const char* data, long count) {
+    Exact<float> plain(count);
+    k.convert(store, data, Store::F32, reinterpret_cast<char*>(plain.data), 1, count);
+    return std::vector<double>(plain.data, plain.data + count);
+  }
+};
+
+void test_convert(const Kernels& k, Store from, Store to, long rows, long dim) {
+  Exact<float> plain(rows * dim), back(rows * dim);
+  fill(plain);
+  Exact<char> first(rows * head_bytes(from, dim)), second(rows * head_bytes(to, dim));
+  k.convert(Store::F32, reinterpret_cast<char*>(plain.data), from, first.data, rows, dim);
+  k.convert(from, first.data, to, second.data, rows, dim);
+  k.convert(to, second.data, Store::F32, reinterpret_cast<char*>(back.data), rows, dim);
+  double bound = step_of(from) + step_of(to) + 1e-6;
+  for (long i = 0; i < rows * dim; ++i)
+    require(fabs(double(back.data[i]) - plain.data[i]) <= bound, "convert", k.name);
+}
+
+void test_rms_norm(const Kernels& k, Store from, Store to, long rows, long width) {
+  Stored in(k, from, rows * width);
+  Exact<float> weight(width);
+  fill(weight);
+  Exact<char> out(rows * width * store_bytes(to));
+  crew([&](const Crew& c) {
+    k.rms_norm(c, Matrix{from, in.bytes.data, width}, Matrix{to, out.data, width}, rows, width,
+               Norm{weight.data, 1e-5f});
+  });
+  std::vector<double> got = Stored::read(k, to, out.data, rows * width);
+  for (long r = 0; r < rows; ++r) {
+    double squares = 0;
+    for (long i = 0; i < width; ++i) squares += pow(in.values[size_t(r * width + i)], 2);
+    double factor = 1 / sqrt(squares / double(width) + 1e-5);
+    for (long i = 0; i < width; ++i) {
+      double want = in.values[size_t(r * width + i)] * factor * weight.data[i];
+      require(fabs(got[size_t(r * width + i)] - want) <= (1e-5 + step_of(to)) * (1 + fabs(want)),
+              "rms_norm", k.name);
+    }
+  }
+}
+
+void test_silu_mul(const Kernels& k, Store store, long rows, long width) {
+  Stored gate(k, store, rows * width), up(k, store, rows * width);
+  Exact<char> out(rows * width * store_bytes(store));
+  crew([&](const Crew& c) {
+    k.silu_mul(c, Matrix{store, gate.bytes.data, width}, Matrix{store, up.bytes.data, width},
+               Matrix{store, out.data, width}, rows, width);
+  });
+  std::vector<double> got = Stored::read(k, store, out.data, rows * width);
+  for (size_t i = 0; i < got.size(); ++i) {
+    double want = gate.values[i] / (1 + exp(-gate.values[i])) * up.values[i];
+    require(fabs(got[i] - want) <= 1e-4 + step_of(store), "silu_mul", k.name);
+  }
+}
+
+void test_head(const Kernels& k, Kind kind, std::vector<int64_t> chosen) {
+  constexpr long kHidden = 37, kOutputs = 70, kTokens = 7;
+  long count = long(chosen.size());
+  Exact<float> w(kOutputs * kHidden), x(kTokens * kHidden), norm(kHidden);
+  fill(w), fill(x), fill(norm);
+  Exact<uint8_t> packed(packed_bytes(kind, kOutputs, kHidden));
+  pack_weights(kind, w.data, nullptr, kOutputs, kHidden, packed.data);
+  Exact<int64_t> rows(count);
+  memcpy(rows.data, chosen.data(), size_t(count) * 8);
+  Exact<float> logits(count * kOutputs);
+  HeadCall call{x.data, kHidden, rows.data, count, Norm{norm.data, 1e-5f},
+                Linear{kind, kOutputs, kHidden, packed.data, nullptr}, logits.data, nullptr};
+  Aligned scratch(head_bytes(call));
+  call.scratch = scratch.data;
+  crew([&](const Crew& c) { k.head(c, call); });
+  for (long r = 0; r < count; ++r) {
+    const float* row = x.data + chosen[size_t(r)] * kHidden;
+    double squares = 0;
+    for (long i = 0; i < kHidden; ++i) squares += double(row[i]) * row[i];
+    double factor = 1 / sqrt(squares / kHidden + 1e-5);
+    for (long n = 0; n < kOutputs; ++n) {
+      double want = 0;
+      for (long i = 0; i < kHidden; ++i)
+        want += row[i] * factor * norm.data[i] * w.data[n * kHidden + i];
+      double bound = (kind == Kind::F32 ? 1e-5 : is_int4(kind) ? 0.08 : 0.02) * 2 * (kHidden + 1);
+      require(fabs(logits.data[r * kOutputs + n] - want) <= bound, "head", k.name);
+    }
+  }
+}
+
+void test_rows(const Kernels& k) {
+  for (long dim : {1L, 5L, 16L, 33L, 64L})
+    for (Store from : {Store::F32, Store::BF16, Store::F16, Store::I8})
+      for (Store to : {Store::F32, Store::BF16, Store::F16, Store::I8})
+        test_convert(k, from, to, 3, dim);
+  for (long rows : {1L, 3L, 37L}) {  // the last are handed out, the others dealt out
+    for (long width : {1L, 7L, 16L, 37L, 64L}) {
+      for (Store from : kStores) {
+        for (Store to : kStores) test_rms_norm(k, from, to, rows, width);
+        test_silu_mul(k, from, rows, width);
+      }
+    }
+  }
+}
+
 void test_tier(const Kernels& k) {
+  test_rows(k);
   for (Kind kind : {Kind::F32, Kind::BF16, Kind::I8, Kind::I8A16, Kind::I4, Kind::I4A16}) {
     for (long rows : {1L, 3L, 14L, 15L, 29L})
       test_linear(k, kind, rows, 70, 37, false);
@@ -227,6 +345,8 @@ void test_tier(const Kernels& k) {
     test_linear(k, kind, 0, 33, 40, false);
     test_linear(k, kind, 17, 41, 64, true);
     test_linear(k, kind, 70, 33, 1024, false);
+    test_head(k, kind, {6, 0, 3, 3, 5});
+    test_head(k, kind, {6});
   }
   for (Store store : {Store::F32, Store::BF16, Store::F16, Store::I8}) {
     test_attention(k, store, 64, 64, 9, 3, 16, 0);
