@@ -14,6 +14,7 @@ from shared.device.cuda_stage import CudaLift
 from shared.device.device import SharedKv
 from shared.engine.engine import Engine
 from shared.engine.model_files import resolve_model
+from shared.engine.weights import read_config
 from shared.errors import DeviceLost, DiptychError, IncompatiblePeer, ResourceMissing
 from shared.ids import new_incarnation
 from shared.kv.arena import KvArena
@@ -56,7 +57,7 @@ from shared.worker.movers import Extras, Movers
 from shared.worker.nixl_reader import STAGING_BYTES
 from shared.worker.oversize import divide
 from shared.worker.pool_size import shortage
-from shared.worker.settings import WorkerSettings
+from shared.worker.settings import WorkerSettings, threads_for
 from shared.worker.state import WorkerState
 from shared.worker.step_runner import StepRunner
 
@@ -106,7 +107,7 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, SharedKv]:
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
-        threads=settings.threads,
+        threads=threads_for(settings, read_config(model_dir)),
     )
     num_blocks = settings.kv_memory // engine.layout.block_bytes
     if num_blocks < 2:

@@ -1,6 +1,7 @@
 """What one worker process needs of the deployment file."""
 
 import os
+from typing import Any
 
 from msgspec import Struct
 
@@ -19,10 +20,20 @@ from shared.runtime import (
     runtime_dir,
     worker_ids,
 )
+from shared.worker.cores import (
+    Share,
+    physical_cores,
+    read_siblings,
+    share_of_machine,
+    useful_threads,
+)
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
-    """Single values, checked. ``cores`` are the CPUs to run on, ``kv_memory`` is in bytes."""
+    """Single values, checked. ``cores`` are the CPUs to run on, ``kv_memory`` is in bytes.
+
+    ``threads_named``: the deployment file says how many, so that none are left out.
+    """
 
     worker: WorkerId
     role: Role
@@ -44,6 +55,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     router_silence: float
     cores: tuple[int, ...]
     threads: int
+    threads_named: bool
     runtime_dir: str
     kv_endpoint: str
     kv_advertised: str
@@ -75,7 +87,7 @@ def worker_settings(
         raise BadConfig(f"no worker {worker!r} here; `--name` may be {', '.join(fitting)}")
     role = dict(known)[worker]
     section: WorkerSection = getattr(deployment.workers, role)
-    cores = _cores(deployment, section, worker)
+    share = _share(deployment, section, worker)
     precision = chosen_precision(section.precision, role, section.device)
     transfer = deployment.transfer
     return WorkerSettings(
@@ -97,8 +109,9 @@ def worker_settings(
         heartbeat=transfer.heartbeat,
         drain_timeout=deployment.router.drain_timeout,
         router_silence=deployment.router.worker_timeout / 2,
-        cores=cores,
-        threads=section.threads or len(cores),
+        cores=share.cores,
+        threads=section.threads or share.threads,
+        threads_named=section.threads is not None,
         runtime_dir=str(runtime_dir(deployment)),
         kv_endpoint=kv_endpoint(deployment, worker),
         kv_advertised=advertised(deployment, kv_endpoint(deployment, worker)),
@@ -111,20 +124,24 @@ def worker_settings(
     )
 
 
-def share_of_cores(available: list[int], index: int, count: int) -> tuple[int, ...]:
-    """Return the ``index``-th of ``count`` even shares; shares overlap when cores are few."""
-    if count > len(available):
-        return (available[index % len(available)],)
-    bounds = [i * len(available) // count for i in (index, index + 1)]
-    return tuple(available[bounds[0] : bounds[1]])
+def threads_for(settings: WorkerSettings, config: dict[str, Any]) -> int:
+    """Return how many threads compute the model of ``config.json``.
+
+    As many as the deployment file names, else at most those that have work in every layer.
+    """
+    hidden = (config.get("text_config") or config).get("hidden_size")
+    if settings.threads_named or settings.role != "decode" or not isinstance(hidden, int):
+        return settings.threads
+    return min(settings.threads, useful_threads(hidden))
 
 
-def _cores(deployment: Deployment, section: WorkerSection, worker: WorkerId) -> tuple[int, ...]:
+def _share(deployment: Deployment, section: WorkerSection, worker: WorkerId) -> Share:
     available = sorted(os.sched_getaffinity(0))
     workers = worker_ids(deployment)
     if section.cores is None:
         index = [name for name, _ in workers].index(worker)
-        return share_of_cores(available, index, len(workers))
+        groups = physical_cores(available, read_siblings(available))
+        return share_of_machine(groups, index, len(workers))
     number = int(worker.rpartition("-")[2])
     if number >= len(section.cores):
         raise BadConfig(
@@ -134,4 +151,4 @@ def _cores(deployment: Deployment, section: WorkerSection, worker: WorkerId) -> 
     cores = section.cores[number]
     if not cores or not set(cores) <= set(available):
         raise BadConfig(f"{worker} may only use cores out of {available}, not {list(cores)}")
-    return cores
+    return Share(cores, len(cores))

@@ -7,7 +7,8 @@ import pytest
 
 from shared.config import Deployment, TransferSection, WorkerSection, WorkersSection
 from shared.errors import BadConfig
-from shared.worker.settings import share_of_cores, worker_settings
+from shared.worker.cores import share_of_cores
+from shared.worker.settings import threads_for, worker_settings
 
 SPLIT = Deployment(
     name="d",
@@ -68,6 +69,28 @@ def test_given_cores_must_exist_and_suffice_for_every_worker() -> None:
         worker_settings(with_cores(tuple(mine)), "prefill-1", ("prefill",))
     with pytest.raises(BadConfig, match="prefill-0 may only use cores"):
         worker_settings(with_cores((4096,)), "prefill-0", ("prefill",))
+
+
+def test_a_small_models_decode_gets_no_more_threads_than_it_has_work_for() -> None:
+    """64 cores gave 32 threads to 18 blocks of outputs: the rest only held the others up."""
+    decode = msgspec.structs.replace(worker_settings(SPLIT, None, ("decode",)), threads=32)
+    assert threads_for(decode, {"hidden_size": 576}) == 18
+    assert threads_for(decode, {"text_config": {"hidden_size": 576}}) == 18
+    assert threads_for(decode, {"hidden_size": 4096}) == 32
+    assert threads_for(decode, {}) == 32
+    prefill = msgspec.structs.replace(worker_settings(SPLIT, None, ("prefill",)), threads=32)
+    assert threads_for(prefill, {"hidden_size": 576}) == 32, "a chunk's rows are work, too"
+    named = msgspec.structs.replace(decode, threads_named=True)
+    assert threads_for(named, {"hidden_size": 576}) == 32
+
+
+def test_threads_in_the_file_are_what_the_file_says() -> None:
+    decode = WorkerSection(threads=3)
+    workers = msgspec.structs.replace(SPLIT.workers, decode=decode)
+    deployment = msgspec.structs.replace(SPLIT, workers=workers)
+    settings = worker_settings(deployment, None, ("decode",))
+    assert (settings.threads, settings.threads_named) == (3, True)
+    assert not worker_settings(SPLIT, None, ("decode",)).threads_named
 
 
 def test_times_and_switches_come_from_their_sections() -> None:

@@ -13,6 +13,7 @@ from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
 from shared.precision import Precision
+from shared.worker.cores import one_of_each_first, physical_cores, read_siblings
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan, SamplingKind
 from tools.bench.engine.report import (
@@ -56,15 +57,18 @@ def _names(option: str, text: str, known: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def pick_cores(threads: int | None) -> tuple[int, ...]:
-    """Return the first ``threads`` cores this process may use, all of them when None.
+    """Return ``threads`` of the cores this process may use, all of them when None.
+
+    Hardware threads of one core are taken last.
 
     Raises:
         BadConfig: there are not so many.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    if threads is not None and threads > len(cores):
-        raise BadConfig(f"--threads is {threads}, but there are {len(cores)} cores")
-    return tuple(cores[:threads])
+    available = os.sched_getaffinity(0)
+    if threads is not None and threads > len(available):
+        raise BadConfig(f"--threads is {threads}, but there are {len(available)} cores")
+    groups = physical_cores(available, read_siblings(available))
+    return tuple(sorted(one_of_each_first(groups)[:threads]))
 
 
 def own_entries(
