@@ -47,6 +47,9 @@ struct Crew {
 
 using CrewBody = void (*)(const Crew&, void* context);
 void run_crew(int threads, CrewBody body, void* context);
+// Crews of the calling thread are `own` threads from now on, which run where they always did, and one
+// pinned to each of `cpus`. False, and only `own` of them, where that many threads or CPUs are not to be had.
+bool place_crew(int own, const int64_t* cpus, int count);
 
 // ---------------------------------------------------------------- linear layers
 

@@ -205,6 +205,12 @@ bool use_tier(c10::string_view name) {
   return found != nullptr;
 }
 
+bool place_threads(int64_t own, std::vector<int64_t> cpus) {
+  TORCH_CHECK(own > 0, "diptych: a crew has a thread of its own");
+  for (int64_t cpu : cpus) TORCH_CHECK(cpu >= 0, "diptych: no CPU ", cpu);
+  return place_crew(int(own), cpus.data(), int(cpus.size()));
+}
+
 std::string tier() { return active_kernels().name; }
 
 }  // namespace
@@ -231,6 +237,7 @@ TORCH_LIBRARY(diptych, m) {
   m.def("rotary_table(Tensor positions, Tensor frequencies, float factor) -> (Tensor, Tensor)");
   m.def("use_tier(str name) -> bool", use_tier);
   m.def("tier() -> str", tier);
+  m.def("place_threads(int own, int[] cpus) -> bool", place_threads);
 }
 
 TORCH_LIBRARY_IMPL(diptych, CPU, m) {

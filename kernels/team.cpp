@@ -5,6 +5,8 @@
 
 #include <omp.h>
 #include <sched.h>
+
+#include <atomic>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -58,6 +60,28 @@ void run_crew(int threads, CrewBody body, void* context) {
     team.threads = omp_get_num_threads();
     body(Crew{&team, omp_get_thread_num(), team.threads}, context);
   }
+}
+
+bool place_crew(int own, const int64_t* cpus, int count) {
+  omp_set_num_threads(own + count);  // of what this thread runs, torch's own operations included
+  std::atomic<int> placed{0};
+#pragma omp parallel num_threads(own + count)
+  {
+    int number = omp_get_thread_num();
+    bool right = number < own;
+#if defined(__linux__)
+    if (!right && cpus[number - own] < CPU_SETSIZE) {
+      cpu_set_t only;
+      CPU_ZERO(&only);
+      CPU_SET(size_t(cpus[number - own]), &only);
+      right = sched_setaffinity(0, sizeof only, &only) == 0;
+    }
+#endif
+    placed += right;
+  }
+  if (placed == own + count) return true;
+  omp_set_num_threads(own);
+  return false;
 }
 
 }  // namespace diptych

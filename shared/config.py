@@ -43,8 +43,9 @@ class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One role. ``threads``/``cores`` default to an even share of the machine's cores.
 
     ``device``: ``cpu``, ``cuda`` or ``cuda:N``; all processes of the role share it.
-    ``precision`` is that of the weights; ``kv_dtype`` that of keys and values: the same, or bf16
-    under int8, int4 and ``auto`` weights, unless named.
+    ``borrow_cores``: steps also take cores of this node's workers that have nothing to do;
+    ``threads`` named are never exceeded. ``precision`` is that of the weights; ``kv_dtype`` that
+    of keys and values: the same, or bf16 under int8, int4 and ``auto`` weights, unless named.
     """
 
     count: NonNegative = 1
@@ -53,6 +54,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_dtype: KvDtype | None = None
     threads: Positive | None = None
     cores: tuple[tuple[int, ...], ...] | None = None
+    borrow_cores: bool = True
     kv_memory: ByteSize = ByteSize(512 << 20)
     max_batch_tokens: Positive = 512
     max_sequences: Positive = 64

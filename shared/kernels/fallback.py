@@ -98,8 +98,9 @@ def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.
     Each group of ``GROUP`` inputs has its own scale, rounded to ``scale_dtype``. A NaN or
     infinity makes its whole group NaN.
     """
-    inputs = x.shape[1]
-    groups = functional.pad(x.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    rows, inputs = x.shape
+    count = -(-inputs // GROUP)  # -1 would not do where there are no rows
+    groups = functional.pad(x.float(), (0, -inputs % GROUP)).view(rows, count, GROUP)
     most = groups.abs().amax(dim=-1, keepdim=True)
     scale = (most / largest).clamp(max=torch.finfo(scale_dtype).max).to(scale_dtype).float()
     if scale_dtype == torch.float16:  # a coarse subnormal: cut nothing off
@@ -108,7 +109,7 @@ def quantised(x: torch.Tensor, largest: int, scale_dtype: torch.dtype) -> torch.
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     inverse = torch.where(inverse.isinf(), 0.0, inverse)
     whole = (groups * inverse).round().clamp(-largest, largest) * scale
-    return whole.flatten(1)[:, :inputs]
+    return whole.view(rows, count * GROUP)[:, :inputs]
 
 
 def weights_of(weight: torch.Tensor, kind: LinearKind) -> torch.Tensor:

@@ -61,6 +61,14 @@ def kv_write(
     write(k, v, k_pool, v_pool, slots)
 
 
+def place_threads(own: int, cpus: tuple[int, ...]) -> bool:
+    """Have ``own`` threads compute what this thread runs, and one more on each of ``cpus``.
+
+    False, and only ``own`` of them, where that cannot be: no such CPU, or no native kernels.
+    """
+    return native() and bool(operators().place_threads(own, cpus))
+
+
 def kv_convert(
     source: torch.Tensor,
     target: torch.Tensor,

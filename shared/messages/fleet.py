@@ -38,9 +38,13 @@ know the codec; ``shared_memory``, nothing travels.
 
 
 class WorkerCounters(Struct, frozen=True, kw_only=True):
-    """Monotonic since process start. Seconds are floats, the rest are counts."""
+    """Monotonic since process start. Seconds are floats, the rest are counts.
+
+    ``borrowing_steps`` are those that cores of other workers helped with.
+    """
 
     steps: int = 0
+    borrowing_steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

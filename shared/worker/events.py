@@ -67,11 +67,15 @@ class LayersWritten(Struct, frozen=True):
 
 
 class StepDone(Struct, frozen=True):
-    """The engine finished step ``step``; ``at`` is when, on the clock of ``now``."""
+    """The engine finished step ``step``; ``at`` is when, on the clock of ``now``.
+
+    ``lent``: so many cores of other workers helped.
+    """
 
     step: int
     result: StepResult
     at: float
+    lent: int = 0
 
 
 class StepFailed(Struct, frozen=True):

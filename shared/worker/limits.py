@@ -58,6 +58,7 @@ class Tally(Struct):
     """The running ``WorkerCounters``."""
 
     steps: int = 0
+    borrowing_steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -15,9 +15,9 @@ from shared.device.device import SharedKv
 from shared.engine.engine import Engine
 from shared.engine.model_files import resolve_model
 from shared.engine.weights import read_config
-from shared.errors import DeviceLost, DiptychError, IncompatiblePeer, ResourceMissing
+from shared.errors import DeviceLost, DiptychError, IncompatiblePeer
 from shared.ids import new_incarnation
-from shared.kv.arena import KvArena
+from shared.kernels.ops import place_threads
 from shared.kv.block_pool import BlockPool
 from shared.messages.hello import Compatibility
 from shared.messages.router_worker import CancelWork, FromWorker, StepOutput, WorkerHello
@@ -29,6 +29,8 @@ from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.nixl import NixlEnd
 from shared.transport.bulk.reader import ReaderLimits
 from shared.transport.bulk.stage import in_memory
+from shared.worker.core_board import CoreBoard
+from shared.worker.crew import Crew
 from shared.worker.effects import (
     CloseSource,
     ConnectSource,
@@ -53,11 +55,12 @@ from shared.worker.events import (
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
 from shared.worker.live import storage_windows
+from shared.worker.loading import load_engine
 from shared.worker.movers import Extras, Movers
 from shared.worker.nixl_reader import STAGING_BYTES
 from shared.worker.oversize import divide
 from shared.worker.pool_size import shortage
-from shared.worker.settings import WorkerSettings, threads_for
+from shared.worker.settings import WorkerSettings, most_threads, threads_for
 from shared.worker.state import WorkerState
 from shared.worker.step_runner import StepRunner
 
@@ -94,54 +97,6 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
             thread.shutdown(wait=True, cancel_futures=True)
             engine.detach()
             arena.close()
-
-
-def load_engine(settings: WorkerSettings) -> tuple[Engine, SharedKv]:
-    """Load and check the model and take the KV memory."""
-    model_dir = resolve_model(settings.model)
-    if settings.device != "cpu":
-        return _load_on_device(settings, model_dir)
-    engine = Engine.load(
-        model_dir,
-        precision=settings.precision,
-        kv_dtype=settings.kv_dtype,
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        threads=threads_for(settings, read_config(model_dir)),
-    )
-    num_blocks = settings.kv_memory // engine.layout.block_bytes
-    if num_blocks < 2:
-        enough = engine.layout.sequence_bytes(engine.max_model_len)
-        raise ResourceMissing(
-            f"`kv_memory` of {settings.kv_memory} bytes holds less than two blocks of "
-            f"{engine.layout.block_bytes} bytes; give {settings.worker} more: the model's "
-            f"{engine.max_model_len} tokens need {enough}"
-        )
-    arena = KvArena.create(engine.layout, num_blocks)
-    engine.attach(arena)
-    return engine, arena
-
-
-def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, SharedKv]:
-    # Here and not above: they import transformers, and what a CPU worker need not have.
-    from shared.engine.device.load import DeviceRequest, start_on
-    from shared.engine.prepared import LoadRequest
-
-    load = LoadRequest(
-        model_dir,
-        settings.precision,
-        settings.kv_dtype,
-        settings.block_size,
-        settings.max_model_len,
-    )
-    request = DeviceRequest(
-        load,
-        settings.threads,
-        settings.kv_memory,
-        settings.max_sequences,
-        settings.max_batch_tokens,
-    )
-    return start_on(settings.device, request)
 
 
 class WorkerService:
@@ -181,8 +136,21 @@ class WorkerService:
             self.post,
         )
         self._movers = self._movers_for(arena, identity)
+        self._board = CoreBoard(Path(settings.runtime_dir), settings.index, settings.shares)
+        config = read_config(resolve_model(settings.model))
+        crew = Crew(
+            threads_for(settings, config),
+            most_threads(settings, config),
+            self._board,
+            place_threads,
+        )
         self._engine = StepRunner(
-            engine, thread, self.post, layers=limits.layers, notify_layers=settings.notify_layers
+            engine,
+            thread,
+            self.post,
+            layers=limits.layers,
+            notify_layers=settings.notify_layers,
+            cores=crew,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -201,6 +169,7 @@ class WorkerService:
             if self._nixl is not None:
                 self._nixl.close()
             self._links.close()
+            self._board.close()
             log.info("%s has ended", self._settings.worker)
 
     def post(self, event: Event) -> None:

@@ -32,7 +32,8 @@ from shared.worker.cores import (
 class WorkerSettings(Struct, frozen=True, kw_only=True):
     """Single values, checked. ``cores`` are the CPUs to run on, ``kv_memory`` is in bytes.
 
-    ``threads_named``: the deployment file says how many, so that none are left out.
+    ``threads_named``: the deployment file says how many, so that none are left out or added.
+    ``shares`` are the cores of all workers of the deployment, this one's at ``index``.
     """
 
     worker: WorkerId
@@ -56,6 +57,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...]
     threads: int
     threads_named: bool
+    borrow_cores: bool
+    index: int
+    shares: tuple[Share, ...]
     runtime_dir: str
     kv_endpoint: str
     kv_advertised: str
@@ -87,6 +91,7 @@ def worker_settings(
         raise BadConfig(f"no worker {worker!r} here; `--name` may be {', '.join(fitting)}")
     role = dict(known)[worker]
     section: WorkerSection = getattr(deployment.workers, role)
+    index = [name for name, _ in known].index(worker)
     share = _share(deployment, section, worker)
     precision = chosen_precision(section.precision, role, section.device)
     transfer = deployment.transfer
@@ -112,6 +117,9 @@ def worker_settings(
         cores=share.cores,
         threads=section.threads or share.threads,
         threads_named=section.threads is not None,
+        borrow_cores=section.borrow_cores,
+        index=index,
+        shares=tuple(share if i == index else _others(deployment, i) for i in range(len(known))),
         runtime_dir=str(runtime_dir(deployment)),
         kv_endpoint=kv_endpoint(deployment, worker),
         kv_advertised=advertised(deployment, kv_endpoint(deployment, worker)),
@@ -129,10 +137,28 @@ def threads_for(settings: WorkerSettings, config: dict[str, Any]) -> int:
 
     As many as the deployment file names, else at most those that have work in every layer.
     """
-    hidden = (config.get("text_config") or config).get("hidden_size")
-    if settings.threads_named or settings.role != "decode" or not isinstance(hidden, int):
+    return min(settings.threads, most_threads(settings, config))
+
+
+def most_threads(settings: WorkerSettings, config: dict[str, Any]) -> int:
+    """Return how many threads may compute the model, those on borrowed cores included."""
+    if settings.threads_named or settings.device != "cpu":
         return settings.threads
-    return min(settings.threads, useful_threads(hidden))
+    everywhere = sum(share.threads for share in settings.shares)
+    most = max(settings.threads, everywhere) if settings.borrow_cores else settings.threads
+    hidden = (config.get("text_config") or config).get("hidden_size")
+    if settings.role != "decode" or not isinstance(hidden, int):
+        return most
+    return min(most, useful_threads(hidden))
+
+
+def _others(deployment: Deployment, index: int) -> Share:
+    """Return another worker's share; none of one whose cores this machine does not have."""
+    worker, role = worker_ids(deployment)[index]
+    try:
+        return _share(deployment, getattr(deployment.workers, role), worker)
+    except BadConfig:
+        return Share((), 0)
 
 
 def _share(deployment: Deployment, section: WorkerSection, worker: WorkerId) -> Share:

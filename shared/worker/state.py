@@ -157,6 +157,7 @@ class WorkerState:
             case LayersWritten():
                 self._layers_written(event)
             case StepDone():
+                self._tally.borrowing_steps += event.lent > 0
                 for advanced in self._stepper.finish(event.result):
                     self._advanced(advanced, event.at, now)
             case StepFailed():

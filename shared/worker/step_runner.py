@@ -23,6 +23,14 @@ class Steps(Protocol):
     ) -> StepResult: ...
 
 
+class Cores(Protocol):
+    """What this thread needs of ``shared.worker.crew.Crew``."""
+
+    def busy(self) -> None: ...
+    def rest(self) -> None: ...
+    def gather(self) -> int: ...
+
+
 class StepRunner:
     """Posts what becomes of each step onto the loop; ``thread`` runs them in order."""
 
@@ -34,6 +42,7 @@ class StepRunner:
         *,
         layers: int,
         notify_layers: int,
+        cores: Cores,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._post = post
@@ -41,22 +50,34 @@ class StepRunner:
         self._notify_layers = notify_layers
         self._engine = engine
         self._thread = thread
+        self._cores = cores
+        self._open = 0
 
     def submit(self, effect: RunStep) -> None:
         """Run a step; answered by ``StepDone`` or ``StepFailed``."""
+        self._open += 1
+        self._cores.busy()
         self._thread.submit(self._run, effect)
 
     def _run(self, effect: RunStep) -> None:
         event: Event
         try:
+            lent = self._cores.gather()
             result = self._engine.step(
                 effect.batch, self._on_layer(effect.step) if effect.announce else None
             )
-            event = StepDone(effect.step, result, time.monotonic())
+            event = StepDone(effect.step, result, time.monotonic(), lent)
         except Exception as error:
             log.exception("engine step %d failed", effect.step)
             event = StepFailed(effect.step, _payload(error))
-        self._loop.call_soon_threadsafe(self._post, event)
+        self._loop.call_soon_threadsafe(self._done, event)
+
+    def _done(self, event: Event) -> None:
+        """Have the event handled; that may submit the next step, else the cores are free."""
+        self._open -= 1
+        self._post(event)
+        if self._open == 0:
+            self._cores.rest()
 
     def _on_layer(self, step: int) -> Callable[[int], None]:
         """Tell the loop every ``notify_layers`` layers, and the last while sampling still runs."""

@@ -110,7 +110,7 @@ def test_no_rows(kernels: str, kind: LinearKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("inputs", "bias"), [(1536, False), (1300, True), (1024, False)])
 def test_long_rows(kernels: str, kind: LinearKind, inputs: int, bias: bool) -> None:
-    """Inputs in slices, the last one shorter; rows that are padded apart: still a row's own result."""
+    """Inputs in slices, the last one shorter, and rows that lie further apart."""
     torch.manual_seed(0)
     weight, x = torch.randn(70, inputs), torch.randn(100, inputs)
     offset = torch.randn(70) if bias else None

@@ -48,6 +48,22 @@ class FakeEngine:
         return StepResult()
 
 
+class OwnCores:
+    """Notes when a worker's cores are its own; lends it one more."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def busy(self) -> None:
+        self.said.append("busy")
+
+    def rest(self) -> None:
+        self.said.append("rest")
+
+    def gather(self) -> int:
+        return 1
+
+
 class Inbox:
     """Collects events posted onto the loop."""
 
@@ -69,9 +85,32 @@ class Inbox:
 async def run_steps(engine: FakeEngine, announce: bool, count: int) -> list[Event]:
     inbox = Inbox()
     with ThreadPoolExecutor(1) as thread:
-        runner = StepRunner(engine, thread, inbox.post, layers=7, notify_layers=3)
+        runner = StepRunner(engine, thread, inbox.post, layers=7, notify_layers=3, cores=OwnCores())
         runner.submit(RunStep(1, StepInput(), announce))
         return await inbox.until(count)
+
+
+def test_cores_are_given_away_only_when_no_step_follows(run_async: RunAsync) -> None:
+    """Between two steps of a prompt another worker must not settle on this one's cores."""
+
+    async def two_steps() -> tuple[list[str], list[Event]]:
+        cores, inbox = OwnCores(), Inbox()
+        with ThreadPoolExecutor(1) as thread:
+
+            def post(event: Event) -> None:
+                inbox.post(event)
+                if len(inbox.events) == 1:
+                    runner.submit(RunStep(2, StepInput(), False))
+
+            runner = StepRunner(FakeEngine(), thread, post, layers=7, notify_layers=3, cores=cores)
+            runner.submit(RunStep(1, StepInput(), False))
+            events = await inbox.until(2)
+            await asyncio.sleep(0)
+        return cores.said, events
+
+    said, events = run_async(two_steps())
+    assert said == ["busy", "busy", "rest"]
+    assert [event.lent for event in events if isinstance(event, StepDone)] == [1, 1]
 
 
 def test_layers_are_told_every_few_and_the_last_ones_before_the_end_of_the_step(
