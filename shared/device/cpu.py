@@ -1,10 +1,8 @@
 """The CPU: memory is the machine's, and work is done when the call returns."""
 
-import contextlib
 import os
 import platform
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -58,10 +56,6 @@ class CpuDevice:
     def event(self) -> Event:
         """Return an event that has happened."""
         return _Done()
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Run the block now."""
-        return contextlib.nullcontext()
 
     def record(self, work: Callable[[], None]) -> Graph | None:
         """Record nothing: launches cost next to nothing here."""

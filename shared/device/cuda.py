@@ -1,7 +1,6 @@
 """A CUDA device: torch computes, CuPy holds the KV memory."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ class CudaDevice:
         self.memory = memory
         self._name = name
         self._unit = unit
-        self._side: torch.cuda.Stream | None = None
         self._pool: Any = None
 
     def facts(self) -> DeviceFacts:
@@ -76,18 +74,6 @@ class CudaDevice:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.place))
         return event
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Queue the block's work on a stream of its own, behind the current stream's."""
-        return self._beside()
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(self.place))
-        with torch.cuda.stream(self._side):
-            yield
 
     def record(self, work: Callable[[], None]) -> Graph | None:
         """Capture ``work`` as a CUDA graph; all graphs of a device share one memory pool.

@@ -1,7 +1,6 @@
 """The interface of a device."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import numpy as np
@@ -126,10 +125,6 @@ class Device(Protocol):
 
     def event(self) -> Event:
         """Mark this point in the device's work."""
-        ...
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Queue what is in the block beside later work, behind all earlier work."""
         ...
 
     def record(self, work: Callable[[], None]) -> Graph | None:

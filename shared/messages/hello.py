@@ -1,6 +1,5 @@
 """The first message on every link: who speaks, and whether the two sides fit together."""
 
-import hashlib
 from typing import Final, get_args
 
 import msgspec
@@ -26,10 +25,6 @@ class Compatibility(Struct, frozen=True, kw_only=True):
     kv_dtype: str
     block_size: int
     layout: str
-
-    def digest(self) -> str:
-        """Return a stable hex digest, equal across processes, restarts and machines."""
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
     def differences(self, other: "Compatibility") -> list[str]:
         """Name the fields that keep ``other`` from fitting, with both values."""

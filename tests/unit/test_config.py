@@ -7,6 +7,7 @@ import pytest
 from shared.config import load_deployment, parse_address, parse_duration, parse_size
 from shared.errors import BadConfig
 from shared.runtime import worker_ids
+from shared.worker.settings import worker_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -31,6 +32,25 @@ def test_shipped_configs_load(path: Path) -> None:
     deployment = load_deployment(path)
     assert deployment.name == path.stem
     assert worker_ids(deployment)
+
+
+def test_shipped_precisions_are_those_the_docs_speak_of() -> None:
+    """Guards: figures, and equality with transformers, that another precision is promised for."""
+    local, exact = (
+        load_deployment(next(p for p in CONFIGS if p.stem == name)) for name in ("local", "exact")
+    )
+    for deployment, precisions, dtypes in (
+        (local, ("bf16", "int8"), ("bf16", "bf16")),
+        (exact, ("fp32", "fp32"), ("fp32", "fp32")),
+    ):
+        settings = [
+            worker_settings(deployment, name, (role,))
+            for name, role in worker_ids(deployment)
+            if role in ("prefill", "decode")
+        ]
+        assert [s.role for s in settings] == ["prefill", "decode"]
+        assert tuple(s.precision for s in settings) == precisions
+        assert tuple(s.kv_dtype for s in settings) == dtypes
 
 
 def test_there_are_shipped_configs() -> None:

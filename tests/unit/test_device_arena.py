@@ -106,8 +106,7 @@ def test_the_cpus_pool_is_what_peers_read() -> None:
     target = torch.zeros(4, dtype=torch.int32)
     source = device.host_buffer(4)
     source.fill_(3)
-    with device.beside():
-        device.upload(source, target)
+    device.upload(source, target)
     assert device.event().query()
     assert device.download(target).tolist() == [3] * 4
     arena.close()

@@ -167,7 +167,5 @@ def test_compatibility_names_every_difference() -> None:
         other = msgspec.structs.replace(base, **{field: value})
         (sentence,) = base.differences(other)
         assert sentence.startswith(f"{field}: ") and repr(value) in sentence
-        assert base.digest() != other.digest()
     for dtype in ("fp32", "fp16", "int8"):  # converted by the reader
         assert base.differences(msgspec.structs.replace(base, kv_dtype=dtype)) == []
-    assert base.digest() == "14fc682dd068cdb024efe6c6ef79f8f3"
