@@ -54,3 +54,12 @@ def test_compare_runs_a_peer_beside_us(tmp_path: Path) -> None:
     assert [engine["name"] for engine in report["engines"]] == ["diptych-bf16", "transformers"]
     assert {cell["engine"] for cell in report["cells"]} == {"diptych-bf16", "transformers"}
     assert len(report["cells"]) == 8
+    medians = {(cell["engine"], str(cell["shape"])): cell["median"] for cell in report["cells"]}
+    assert len(report["ratios"]) == 4
+    for found in report["ratios"]:
+        assert (found["ours"], found["peer"]) == ("diptych-bf16", "transformers")
+        ours, theirs = (medians[found[who], str(found["shape"])] for who in ("ours", "peer"))
+        assert found["ratio"] == pytest.approx(ours / theirs)
+    (growth,) = report["verdicts"]
+    assert growth["peer"] == "memory copy"
+    assert growth["met"] == (growth["ratio"] <= growth["bound"])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from rich.console import Console
@@ -127,3 +128,19 @@ def test_one_that_dies_drops_out_and_the_others_go_on(module: str) -> None:
     assert [(cell.shape, cell.turns) for cell in good] == [(shape, 2) for shape in SHAPES]
     assert good[0].median == pytest.approx(20.0)
     assert facts[0].rss is not None and json.dumps(facts[0].load_seconds)
+
+
+def test_each_round_begins_with_another_engine(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: one engine that always follows the heaviest one and meets its heat."""
+    turns: list[tuple[str, Shape]] = []
+    monkeypatch.setattr(Race, "_turn", lambda _, name, shape: turns.append((name, shape)))
+    entries = [
+        Entry(launch=launch(module, name, seconds=0.0), precision="bf16", ours=False)
+        for name in "abc"
+    ]
+    plan = msgspec.structs.replace(PLAN, rounds=4)
+    Race(plan, Console(quiet=True))._measure(entries, lambda _: None)
+    rounds = ["abc", "bca", "cab", "abc"]
+    assert turns == [(name, shape) for shape in SHAPES for names in rounds for name in names]

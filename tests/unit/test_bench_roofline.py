@@ -7,9 +7,11 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
 
 from shared.errors import BadConfig
 from tests.unit.device_engine import PlainKernels, RecordingDevice
+from tools.bench.cli import bench_app
 from tools.bench.engine.on_device import bench_on_device, table_of
 from tools.bench.engine.roofline import (
     SHAPES,
@@ -74,6 +76,18 @@ def test_the_roof_is_measured() -> None:
     roof = measure_roof(RecordingDevice(), side=64, size=1 << 16)
     assert roof.copy > 0
     assert roof.multiply > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--precision", "int8"), ("--kv-dtype", "bf16,int8"), ("--sampling", "mixed")],
+)
+def test_options_that_a_gpu_does_not_obey_are_refused(option: str, value: str) -> None:
+    """They were dropped without a word: figures of bf16 under the name of int8."""
+    command = ["engine", "--device", "cuda", "--model", "random-8b", option, value]
+    result = CliRunner().invoke(bench_app, command)
+    assert isinstance(result.exception, BadConfig)
+    assert f"{option} {value}" in result.exception.message
 
 
 def test_models_with_files_are_not_measured_there(tmp_path: Path) -> None:

@@ -241,9 +241,10 @@ def bench_engine(options: OwnOptions) -> int:
     console = Console(stderr=options.as_json)
     if options.device != "cpu":
         from tools.bench.engine.figures import parse_numbers
-        from tools.bench.engine.on_device import bench_on_device
+        from tools.bench.engine.on_device import bench_on_device, refuse_options
         from tools.bench.engine.roofline import Work
 
+        refuse_options(options.precision, options.kv_dtype, options.sampling)
         work = Work(
             batches=parse_numbers("--batch", options.batch),
             context=parse_numbers("--context", options.context)[0],

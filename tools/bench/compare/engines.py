@@ -3,16 +3,30 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import structs
 from rich.console import Console
 
 from shared.engine.model_files import resolve_model
 from shared.engine.weights import read_config
 from shared.precision import Precision
-from tools.bench.compare.goals import judge, ratio_rows, verdict_rows
+from tools.bench.compare.goals import (
+    Ratio,
+    Verdict,
+    judge,
+    ratio_rows,
+    ratios_of,
+    verdict_rows,
+)
 from tools.bench.engine.command import own_entries, race
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
-from tools.bench.engine.report import as_table, print_problems, render_tables, write_report
+from tools.bench.engine.report import (
+    EngineReport,
+    as_table,
+    print_problems,
+    render_tables,
+    write_report,
+)
 from tools.bench.engine.rounds import Entry
 from tools.bench.peers.models import model_for
 from tools.bench.peers.peer import Peer, engine_environment, environment
@@ -21,15 +35,27 @@ _RATIO_NOTE = "Our milliseconds over the peer's: below 1 we are faster."
 _GOAL_NOTE = "Goals: our milliseconds over the best named peer's, in this run."
 
 
+class Comparison(EngineReport, frozen=True, kw_only=True):
+    """Figures of all engines, and what follows from them."""
+
+    ratios: list[Ratio]
+    verdicts: list[Verdict]
+
+
 def compare_engines(
     plan: Plan, chosen: Sequence[Precision], peers: Sequence[Peer], out: Path, console: Console
 ) -> int:
     """Measure, print tables, write the report. Returns 1 if an engine failed, else 0."""
     entries = [*own_entries(plan, chosen), *peer_entries(plan, peers)]
-    report = race(plan, entries, console)
-    names = [facts.name for facts in report.engines]
+    figures = race(plan, entries, console)
+    names = [facts.name for facts in figures.engines]
+    report = Comparison(
+        **structs.asdict(figures),
+        ratios=ratios_of(figures.cells, plan.shapes, names),
+        verdicts=judge(figures.cells, figures.growth),
+    )
     ratios = ratio_rows(report.cells, plan.shapes, names)
-    verdicts = verdict_rows(judge(report.cells, report.growth))
+    verdicts = verdict_rows(report.verdicts)
     page = write_report(report, out, [(ratios, _RATIO_NOTE), (verdicts, _GOAL_NOTE)])
     for table in render_tables(report):
         console.print(table)

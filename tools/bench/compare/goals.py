@@ -53,33 +53,39 @@ GROWTH_BOUND = 1.2
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """``ratio`` of our milliseconds to the best peer's; smaller is better."""
+    """``ratio`` of our milliseconds to the best peer's; smaller is better.
+
+    ``met``: it is at most ``bound``.
+    """
 
     what: str
     ours: str
     peer: str
     ratio: float
     bound: float
+    met: bool
 
-    @property
-    def met(self) -> bool:
-        """Whether the goal is reached."""
-        return self.ratio <= self.bound
+
+class Ratio(Struct, frozen=True, kw_only=True):
+    """Our milliseconds over the peer's at one shape."""
+
+    ours: str
+    peer: str
+    shape: Shape
+    ratio: float
+
+
+def verdict(what: str, ours: str, peer: str, ratio: float, bound: float) -> Verdict:
+    """Judge a ratio by its bound."""
+    return Verdict(what=what, ours=ours, peer=peer, ratio=ratio, bound=bound, met=ratio <= bound)
 
 
 def judge(cells: Sequence[Cell], grown: Sequence[Growth]) -> list[Verdict]:
     """Return a verdict for every goal whose figures are there."""
     verdicts = [found for goal in GOALS if (found := _judge(goal, cells)) is not None]
     for growth in grown:
-        verdicts.append(
-            Verdict(
-                what=f"{growth.short.label} to {growth.long.tokens:,}",
-                ours=growth.engine,
-                peer="memory copy",
-                ratio=growth.ratio,
-                bound=GROWTH_BOUND,
-            )
-        )
+        what = f"{growth.short.label} to {growth.long.tokens:,}"
+        verdicts.append(verdict(what, growth.engine, "memory copy", growth.ratio, GROWTH_BOUND))
     return verdicts
 
 
@@ -99,13 +105,8 @@ def _judge(goal: Goal, cells: Sequence[Cell]) -> Verdict | None:
     if not others:
         return None
     best = min(others, key=lambda cell: cell.median)
-    return Verdict(
-        what=own.shape.label,
-        ours=goal.ours,
-        peer=best.engine,
-        ratio=own.median / best.median,
-        bound=goal.bound,
-    )
+    ratio = own.median / best.median
+    return verdict(own.shape.label, goal.ours, best.engine, ratio, goal.bound)
 
 
 def verdict_rows(verdicts: Sequence[Verdict]) -> Rows:
@@ -117,17 +118,31 @@ def verdict_rows(verdicts: Sequence[Verdict]) -> Rows:
     return [["figure", "ours", "against", "ratio", "at most", "met"], *body]
 
 
-def ratio_rows(cells: Sequence[Cell], shapes: Sequence[Shape], names: Sequence[str]) -> Rows:
-    """Return our time over each peer's, one row per pair, one column per shape."""
-    ours = [name for name in names if name.startswith("diptych-")]
-    peers = [name for name in names if name not in ours]
+def ratios_of(cells: Sequence[Cell], shapes: Sequence[Shape], names: Sequence[str]) -> list[Ratio]:
+    """Return our time over each peer's, pair by pair, wherever both have figures."""
     at = {(cell.engine, cell.shape): cell.median for cell in cells}
-    body = []
-    for own in ours:
-        for peer in peers:
-            row = [f"{own} / {peer}"]
-            for shape in shapes:
-                mine, theirs = at.get((own, shape)), at.get((peer, shape))
-                row.append("-" if mine is None or theirs is None else f"{mine / theirs:.2f}")
-            body.append(row)
+    return [
+        Ratio(ours=own, peer=peer, shape=shape, ratio=at[own, shape] / at[peer, shape])
+        for own, peer in _pairs(names)
+        for shape in shapes
+        if (own, shape) in at and (peer, shape) in at
+    ]
+
+
+def ratio_rows(cells: Sequence[Cell], shapes: Sequence[Shape], names: Sequence[str]) -> Rows:
+    """Return the same as a table, one row per pair, one column per shape."""
+    at = {(r.ours, r.peer, r.shape): r.ratio for r in ratios_of(cells, shapes, names)}
+    body = [
+        [f"{own} / {peer}", *(_two_digits(at.get((own, peer, shape))) for shape in shapes)]
+        for own, peer in _pairs(names)
+    ]
     return [["ms / ms", *(shape.label for shape in shapes)], *body]
+
+
+def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    ours = [name for name in names if name.startswith("diptych-")]
+    return [(own, peer) for own in ours for peer in names if peer not in ours]
+
+
+def _two_digits(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"

@@ -9,6 +9,7 @@ import os
 import signal
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ from rich.console import Console
 from shared.config import Deployment
 from shared.errors import BadConfig
 from tools.bench.command import gateway_url, started
-from tools.bench.compare.goals import Verdict, verdict_rows
-from tools.bench.compare.server import serving
+from tools.bench.compare.goals import Verdict, verdict, verdict_rows
+from tools.bench.compare.server import Server, serving
 from tools.bench.cpu import control_pids
 from tools.bench.engine.report import as_table
 from tools.bench.page import Rows, machine, now, processor, render_page, write_files
@@ -50,6 +51,16 @@ class Served(Struct, frozen=True, kw_only=True):
     failed: int
 
 
+class ServedRatio(Struct, frozen=True, kw_only=True):
+    """Ours over another server's at one concurrency, None where one of them is unknown."""
+
+    server: str
+    concurrency: int
+    output_rate: float | None
+    ttft_p50: float | None
+    itl_p99: float | None
+
+
 class ServedReport(Struct, frozen=True, kw_only=True):
     """``load_average`` (one minute) at the start and at the end: others on the machine."""
 
@@ -61,6 +72,7 @@ class ServedReport(Struct, frozen=True, kw_only=True):
     plan: Plan
     rounds: int
     served: list[Served]
+    ratios: list[ServedRatio]
     verdicts: list[Verdict]
 
 
@@ -77,33 +89,28 @@ def serve_in_turns(
     Raises:
         ResourceMissing: a server does not start; with the place of its log.
     """
-    levels: dict[str, list[list[LevelSummary]]] = {OURS: []}
     cores = tuple(sorted(os.sched_getaffinity(0)))
+    turns: dict[str, Callable[[Plan], list[LevelSummary]]] = {
+        OURS: lambda turn: _our_turn(deployment, config, turn, console)
+    }
     with contextlib.ExitStack() as stack:
-        servers = []
         for peer in peers:
             console.print(f"starting {peer.name}", highlight=False)
             server = stack.enter_context(serving(peer, deployment.model.path, cores))
             server.signal(signal.SIGSTOP)
-            servers.append(server)
+            turns[peer.name] = partial(_peers_turn, server, console)
+        names = list(turns)
+        levels: dict[str, list[list[LevelSummary]]] = {name: [] for name in names}
         for number in range(rounds):
             # Other prompts every round: the peers' servers live on, and would have them cached.
             turn = structs.replace(plan, seed=plan.seed + number * _SEEDS_OF_A_TURN)
-            levels[OURS].append(_our_turn(deployment, config, turn, console))
-            for server in servers:
-                server.signal(signal.SIGCONT)
-                try:
-                    console.print(f"{server.name}:", highlight=False)
-                    target = Target.parse(server.url, None)
-                    model = served_model(server.url, None)
-                    levels.setdefault(server.name, []).append(
-                        measure(target, model, turn, [], console)
-                    )
-                finally:
-                    server.signal(signal.SIGSTOP)
+            # Each round starts with another one: whoever follows a heavy one finds its heat.
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                levels[name].append(turns[name](turn))
     return [
-        _median(name, [turn[number] for turn in turns])
-        for name, turns in levels.items()
+        _median(name, [turn[number] for turn in mine])
+        for name, mine in levels.items()
         for number in range(len(plan.levels))
     ]
 
@@ -122,13 +129,7 @@ def served_verdicts(served: Sequence[Served]) -> list[Verdict]:
         ("TTFT p50", ours.ttft_p50, best.ttft_p50, 1.0),
     ]
     return [
-        Verdict(
-            what=f"{what}, {_GOAL_CLIENTS} clients",
-            ours=OURS,
-            peer=best.server,
-            ratio=above / below,
-            bound=bound,
-        )
+        verdict(f"{what}, {_GOAL_CLIENTS} clients", OURS, best.server, above / below, bound)
         for what, above, below, bound in goals
         if above is not None and below
     ]
@@ -188,18 +189,32 @@ def compare_serving(
         plan=plan,
         rounds=rounds,
         served=served,
+        ratios=served_ratios(served),
         verdicts=served_verdicts(served),
     )
     write_served(report, out, console)
     return 1 if any(one.failed for one in served) else 0
 
 
+def served_ratios(served: Sequence[Served]) -> list[ServedRatio]:
+    """Return what ours is relative to every server, itself included, in the order of ``served``."""
+    ours = {one.concurrency: one for one in served if one.server == OURS}
+    return [
+        ServedRatio(
+            server=one.server,
+            concurrency=one.concurrency,
+            output_rate=_ratio(ours[one.concurrency].output_rate, one.output_rate),
+            ttft_p50=_ratio(ours[one.concurrency].ttft_p50, one.ttft_p50),
+            itl_p99=_ratio(ours[one.concurrency].itl_p99, one.itl_p99),
+        )
+        for one in served
+    ]
+
+
 def served_rows(served: Sequence[Served]) -> Rows:
     """Return one row per server and level, and what ours is relative to it."""
-    ours = {one.concurrency: one for one in served if one.server == OURS}
     body = []
-    for one in served:
-        own = ours[one.concurrency]
+    for one, ratio in zip(served, served_ratios(served), strict=True):
         body.append(
             [
                 one.server,
@@ -208,9 +223,7 @@ def served_rows(served: Sequence[Served]) -> Rows:
                 f"{_number(one.ttft_p50)} / {_number(one.ttft_p99)}",
                 _number(one.tpot_p50),
                 f"{_number(one.itl_p50)} / {_number(one.itl_p99)}",
-                _ratio(own.output_rate, one.output_rate),
-                _ratio(own.ttft_p50, one.ttft_p50),
-                _ratio(own.itl_p99, one.itl_p99),
+                *(_number(r, 2) for r in (ratio.output_rate, ratio.ttft_p50, ratio.itl_p99)),
                 str(one.failed),
             ]
         )
@@ -226,6 +239,16 @@ def _our_turn(
         key = next(iter(deployment.gateway.api_keys or {}), None)
         model = served_model(url, key)
         return measure(Target.parse(url, key), model, plan, control_pids(deployment), console)
+
+
+def _peers_turn(server: Server, console: Console, plan: Plan) -> list[LevelSummary]:
+    server.signal(signal.SIGCONT)
+    try:
+        console.print(f"{server.name}:", highlight=False)
+        target = Target.parse(server.url, None)
+        return measure(target, served_model(server.url, None), plan, [], console)
+    finally:
+        server.signal(signal.SIGSTOP)
 
 
 def _median(name: str, turns: Sequence[LevelSummary]) -> Served:
@@ -251,9 +274,9 @@ def _median(name: str, turns: Sequence[LevelSummary]) -> Served:
     )
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}"
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or not theirs else ours / theirs

@@ -47,6 +47,19 @@ def bench_on_device(
     return 0
 
 
+def refuse_options(precision: str | None, kv_dtype: str | None, sampling: str) -> None:
+    """Raise ``BadConfig`` where something else is asked for than what is measured on a GPU."""
+    for option, given, measured in (
+        ("--precision", precision, "bf16"),
+        ("--kv-dtype", kv_dtype, "bf16"),
+        ("--sampling", sampling, "greedy"),
+    ):
+        if given not in (None, measured):
+            raise BadConfig(
+                f"on a GPU steps of {measured} are measured: drop {option} {given} or --device"
+            )
+
+
 def table_of(title: str, roof: Roof, lines: list[Line]) -> Table:
     """Return the figures for people."""
     table = Table(title=title)
