@@ -214,7 +214,9 @@ class OwnOptions(EngineOptions, frozen=True, kw_only=True):
     sampling: Annotated[
         str, typer.Option(help="Of decode and host: greedy, mixed (what requests ask for), or both")
     ] = "greedy"
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
+    device: Annotated[str, typer.Option(help="cpu, or cuda or cuda:N: bf16 and greedy there.")] = (
+        "cpu"
+    )
 
 
 @bench_app.command("engine")

@@ -1,9 +1,9 @@
 """Sampling of a batch of logit rows, one per sequence."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from shared.engine.batch import OpenSequence, Sampled
@@ -57,26 +57,23 @@ class Sampler:
         if not keys:
             return [], []
         states = [self._states[key] for key in keys]
-        finite = _finite(logits)
-        greedy = logits.argmax(axis=1)
         numbers = _numbers({i: state for i, state in enumerate(states) if not state.greedy})
         sampled: list[Sampled] = []
         failed: list[Failure] = []
         for i, (key, state) in enumerate(zip(keys, states, strict=True)):
             try:
-                if not finite[i]:
-                    raise NumericalError(f"logits of output token {state.index} hold NaN or Inf")
-                sampled.append(self._one(key, state, logits[i], int(greedy[i]), numbers.get(i)))
+                sampled.append(self._one(key, state, logits[i], numbers.get(i)))
             except DiptychError as error:
                 failed.append((key, error.payload()))
                 del self._states[key]
         return sampled, failed
 
-    def _one(
-        self, key: int, state: SequenceState, row: Row, greedy: int, number: float | None
-    ) -> Sampled:
+    def _one(self, key: int, state: SequenceState, row: Row, number: float | None) -> Sampled:
+        # All passes over a row follow one another: it stays in the core's cache.
         sampling = state.sampling
-        token = greedy
+        token = greedy = int(row.argmax())  # the place of a NaN where there is one
+        if not (isfinite(row[greedy]) and isfinite(row.min())):
+            raise NumericalError(f"logits of output token {state.index} hold NaN or Inf")
         if number is not None or state.edits:
             token = self._choose(state, row, greedy, number)
         logprob = None
@@ -97,15 +94,6 @@ class Sampler:
         if number is None:
             return greedy
         return self._chooser.choose(row, row[greedy], state.filters, number)
-
-
-def _finite(logits: Rows) -> NDArray[np.bool_]:
-    """Say which rows hold neither NaN nor Inf."""
-    # One of them makes a row's sum another, and torch adds on all threads.
-    finite: NDArray[np.bool_] = np.isfinite(torch.from_numpy(logits).sum(dim=1).numpy())
-    for row in np.flatnonzero(~finite):
-        finite[row] = np.isfinite(logits[row]).all()
-    return finite
 
 
 def _numbers(drawn: dict[int, SequenceState]) -> dict[int, float]:
