@@ -6,13 +6,13 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from shared.messages.fleet import FleetStatus, WorkerStatus
+from shared.messages.fleet import FALLBACKS, FleetStatus, WorkerStatus
 
 _LABELS = ("worker", "role")
 _PAIR_LABELS = ("worker", "source", "path", "reason")
 _PAIR_COUNTS = (
     *("transfers", "failed", "bytes", "wire_bytes"),
-    *("seconds", "visible_seconds", "chunks_again"),
+    *("seconds", "visible_seconds", "chunks_again", "chunks_spoiled", "generation_mismatches"),
 )
 
 
@@ -44,6 +44,8 @@ class FleetCollector:
         yield split
         yield from _workers(status.workers)
         yield from _pairs(status.workers)
+        yield _fallbacks(status.workers)
+        yield _expired(status.workers)
 
 
 def fleet_text(status: FleetStatus | None) -> bytes:
@@ -86,6 +88,33 @@ def _pairs(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
                 labels = (worker.worker, pair.source, pair.path or "none", pair.reason or "none")
                 counter.add_metric(labels, getattr(pair, name))
         yield counter
+
+
+def _fallbacks(workers: tuple[WorkerStatus, ...]) -> Metric:
+    counter = CounterMetricFamily(
+        "diptych_kv_fallbacks",
+        "How often a pair took a path that was not its first choice, by reason.",
+        labels=("worker", "source", "path", "reason"),
+    )
+    for worker in workers:
+        for pair in worker.pairs:
+            if pair.path is not None and pair.reason in FALLBACKS:
+                labels = (worker.worker, pair.source, pair.path, pair.reason)
+                counter.add_metric(labels, pair.chosen)
+    return counter
+
+
+def _expired(workers: tuple[WorkerStatus, ...]) -> Metric:
+    """Return what sources tell of their readers, under the labels of the pair."""
+    counter = CounterMetricFamily(
+        "diptych_kv_leases_expired",
+        "Hand-overs of a pair whose reader let the lease run out.",
+        labels=("worker", "source"),
+    )
+    for worker in workers:
+        for reader in worker.readers:
+            counter.add_metric((reader.reader, worker.worker), reader.leases_expired)
+    return counter
 
 
 def _fields(workers: tuple[WorkerStatus, ...], part: str) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ class Fleet:
         """Take a heartbeat."""
         load = worker.load = message.load
         worker.counters = message.counters
-        worker.pairs = message.pairs
+        worker.pairs, worker.readers = message.pairs, message.readers
         self.progress(worker, message.step, now, idle=not load.busy)
         if load.busy:
             self._watch(worker)

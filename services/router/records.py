@@ -8,7 +8,14 @@ from msgspec import Struct, field
 from services.router.prefix_index import PrefixIndex
 from shared.ids import DispatchId, GatewayId, Incarnation, RequestId
 from shared.kv.hashing import HashChain
-from shared.messages.fleet import PairStatus, Role, WorkerCounters, WorkerHealth, WorkerLoad
+from shared.messages.fleet import (
+    PairStatus,
+    ReaderStatus,
+    Role,
+    WorkerCounters,
+    WorkerHealth,
+    WorkerLoad,
+)
 from shared.messages.gateway_router import TokenItem
 from shared.messages.request import PhaseTimes, Request
 from shared.messages.router_worker import WorkerHello
@@ -37,6 +44,7 @@ class Worker(Struct, eq=False, kw_only=True):
     load: WorkerLoad = WorkerLoad()
     counters: WorkerCounters = WorkerCounters()
     pairs: tuple[PairStatus, ...] = ()
+    readers: tuple[ReaderStatus, ...] = ()
     legs: dict[DispatchId, "Leg"] = field(default_factory=dict)
     pending_tokens: int = 0
     committed_blocks: int = 0

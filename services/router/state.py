@@ -113,6 +113,7 @@ class RouterState:
                 counters=worker.counters,
                 pairs=worker.pairs,
                 drained=worker.drained,
+                readers=worker.readers,
             )
             for worker in sorted(self.fleet.by_peer.values(), key=lambda w: w.hello.worker)
         )

@@ -1,6 +1,6 @@
 """What workers report about themselves and what the router tells about the fleet."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -28,6 +28,10 @@ the library or it did not start; ``nixl_failed``, its self-test failed; ``mixed_
 KV is in a GPU's memory and the other's is not; ``no_peer_access``, one GPU cannot reach the other;
 ``mig``, a GPU is a MIG slice, which shares no memory.
 """
+FALLBACKS: Final[frozenset[PathReason]] = frozenset(
+    {"cannot_map", "nixl_missing", "nixl_failed", "mixed_memory", "no_peer_access", "mig"}
+)
+"""Reasons of a path that was not the first choice."""
 CodecRule = Literal["none", "int8", "k8v4", "k4v4", "cachegen", "sparse", "auto"]
 CodecReason = Literal["configured", "planned", "declined", "unknown", "shared_memory"]
 """Why a pair's KV is encoded as it is. ``planned``: chosen anew for each job by measured rates.
@@ -64,13 +68,16 @@ class WorkerCounters(Struct, frozen=True, kw_only=True):
 
 
 class PairStatus(Struct, frozen=True, kw_only=True):
-    """KV that came from ``source`` to this worker since its start, and by which path.
+    """KV that came from ``source`` to this worker by one path since this worker's start.
 
-    ``path`` is None while no self-test has passed. ``seconds`` are those of copy jobs added
-    up (they overlap), ``visible_seconds`` those between the end of the prefills and the
-    arrival of their KV. ``chunks_again`` had to be asked for more than once. ``bytes`` are
-    those put into the pool, ``wire_bytes`` those that came over a socket, in their newest
-    ``codec``.
+    A source that changed its path has a line for each, ``former`` but for the newest.
+    ``path`` is None for what failed before a self-test had passed. ``chosen``: how often the
+    path was, which is once for each life of the source and connection to it. ``seconds`` are
+    those of copy jobs added up (they overlap), ``visible_seconds`` those between the end of the
+    prefills and the arrival of their KV. ``chunks_again`` had to be asked for more than once,
+    ``chunks_spoiled`` did not verify, ``generation_mismatches`` are blocks used anew while they
+    were copied. ``bytes`` are those put into the pool, ``wire_bytes`` those that came over a
+    socket, in their newest ``codec``.
     """
 
     source: WorkerId
@@ -85,6 +92,17 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     codec: str | None = None
     codec_reason: CodecReason | None = None
     wire_bytes: int = 0
+    chosen: int = 0
+    chunks_spoiled: int = 0
+    generation_mismatches: int = 0
+    former: bool = False
+
+
+class ReaderStatus(Struct, frozen=True, kw_only=True):
+    """What became of KV that this worker held for ``reader``, since this worker's start."""
+
+    reader: WorkerId
+    leases_expired: int = 0
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):
@@ -124,6 +142,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     counters: WorkerCounters
     pairs: tuple[PairStatus, ...] = ()
     drained: bool = False
+    readers: tuple[ReaderStatus, ...] = ()
 
 
 class RouterCounters(Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from shared.errors import ErrorPayload
 from shared.ids import DispatchId, HostId, Incarnation, TransferId, WorkerId
-from shared.messages.fleet import PairStatus, Role, WorkerCounters, WorkerLoad
+from shared.messages.fleet import PairStatus, ReaderStatus, Role, WorkerCounters, WorkerLoad
 from shared.messages.hello import Compatibility
 from shared.messages.request import FinishReason, PhaseTimes, Request, TokenLogprob
 
@@ -42,6 +42,7 @@ class Report(Struct, tag="report", frozen=True, kw_only=True):
     counters: WorkerCounters
     draining: bool = False
     pairs: tuple[PairStatus, ...] = ()
+    readers: tuple[ReaderStatus, ...] = ()
 
 
 class TokenOut(Struct, frozen=True, array_like=True, gc=False):

@@ -88,8 +88,8 @@ class StepFailed(Struct, frozen=True):
 class Copied(Struct, frozen=True):
     """Copy job ``job`` is done and every byte of it verified.
 
-    ``again`` chunks had to be asked for more than once. ``wire_bytes`` came over a socket,
-    encoded by ``codec``.
+    ``again`` chunks had to be asked for more than once, ``spoiled`` did not verify.
+    ``wire_bytes`` came over a socket, encoded by ``codec``.
     """
 
     job: int
@@ -98,17 +98,21 @@ class Copied(Struct, frozen=True):
     again: int = 0
     wire_bytes: int = 0
     codec: str = "none"
+    spoiled: int = 0
 
 
 class CopyFailed(Struct, frozen=True):
     """Copy job ``job`` is over and what it brought is void.
 
-    ``reused`` blocks were allocated anew by their owner while they were copied.
+    ``reused`` blocks were allocated anew by their owner while they were copied. ``again`` and
+    ``spoiled`` as in ``Copied``.
     """
 
     job: int
     error: ErrorPayload
     reused: int = 0
+    again: int = 0
+    spoiled: int = 0
 
 
 class StopRequested(Struct, frozen=True):

@@ -141,6 +141,8 @@ class HandoverSink:
         pull, hold = self._jobs.pop(event.job)
         live = pull.hold is hold
         self._ledger.job_over(hold)
+        self.pairs.copied(pull.source, event)
+        self._tally.chunks_again += event.again
         if isinstance(event, CopyFailed):
             self._tally.generation_mismatches += event.reused
             if live:
@@ -148,8 +150,6 @@ class HandoverSink:
             return
         self._tally.transfer_bytes += event.bytes
         self._tally.transfer_seconds += event.seconds
-        self._tally.chunks_again += event.again
-        self.pairs.copied(pull.source.worker, event)
         if live:
             pull.progress = now
             self._advance(pull)
@@ -265,7 +265,7 @@ class HandoverSink:
             visible = max(0.0, pull.progress - pull.completed)
             self._tally.transfers_ok += 1
             self._tally.transfer_visible_seconds += visible
-            self.pairs.arrived(pull.source.worker, visible)
+            self.pairs.arrived(pull.source, visible)
             pull.sequence.computed = len(pull.sequence.tokens)
             pull.sequence.whole_from = pull.whole_from
             pull.hold = None
@@ -279,7 +279,7 @@ class HandoverSink:
 
     def _lose(self, pull: Pull, error: ErrorPayload, *, gone: bool = False) -> None:
         self._tally.transfers_failed += 1
-        self.pairs.failed(pull.source.worker)
+        self.pairs.failed(pull.source)
         self._drop(pull)
         if not gone:
             self._sources.send(pull.source, AbortTransfer(transfer=pull.transfer))

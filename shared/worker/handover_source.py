@@ -5,12 +5,15 @@ from msgspec import Struct
 from shared.errors import ErrorPayload
 from shared.ids import TransferId, WorkerId
 from shared.kv.block_pool import BlockPool
+from shared.messages.fleet import ReaderStatus
 from shared.messages.prefill_decode import KvReady, ReadyBlocks, TransferComplete, TransferGone
 from shared.messages.request import TokenLogprob
 from shared.worker.effects import ToReader
 from shared.worker.limits import Tally, WorkerLimits
 from shared.worker.outbox import Outbox
 from shared.worker.sequence import Sequence
+
+_MAX_READERS = 256
 
 
 class Handover(Struct):
@@ -58,6 +61,7 @@ class HandoverSource:
         self._open: dict[TransferId, Handover] = {}
         self._early: dict[TransferId, Early] = {}
         self._gone: dict[TransferId, Gone] = {}
+        self._expired: dict[WorkerId, int] = {}
 
     @property
     def held(self) -> int:
@@ -192,7 +196,7 @@ class HandoverSource:
         """End what nobody renewed and forget what nobody asked for."""
         for handover in list(self._open.values()):
             if handover.complete is not None and handover.deadline <= now:
-                self._tally.leases_expired += 1
+                self._count_expired(handover.reader)
                 self.close(handover.transfer, _error("its lease expired"), now)
         for transfer, early in list(self._early.items()):
             if early.deadline <= now:
@@ -200,6 +204,10 @@ class HandoverSource:
         for transfer, gone in list(self._gone.items()):
             if gone.deadline <= now:
                 del self._gone[transfer]
+
+    def readers(self) -> tuple[ReaderStatus, ...]:
+        """Return a line for each reader of which a lease expired."""
+        return tuple(ReaderStatus(reader=r, leases_expired=n) for r, n in self._expired.items())
 
     def close_all(self, error: ErrorPayload, now: float) -> None:
         """End every transfer."""
@@ -265,6 +273,13 @@ class HandoverSource:
     def _end(self, handover: Handover) -> None:
         del self._open[handover.transfer]
         self._pool.end_lease(handover.transfer)
+
+    def _count_expired(self, reader: WorkerId) -> None:
+        self._tally.leases_expired += 1
+        count = self._expired.pop(reader, 0)
+        while len(self._expired) >= _MAX_READERS:
+            del self._expired[next(iter(self._expired))]
+        self._expired[reader] = count + 1
 
     def _remember(self, transfer: TransferId, error: ErrorPayload, now: float) -> None:
         while len(self._gone) >= self._limits.max_open:

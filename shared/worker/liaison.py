@@ -1,7 +1,7 @@
 """The worker's standing with the router: hello, heartbeat, drain, farewell."""
 
 from shared.ids import Incarnation
-from shared.messages.fleet import PairStatus, Role, WorkerCounters, WorkerLoad
+from shared.messages.fleet import PairStatus, ReaderStatus, Role, WorkerCounters, WorkerLoad
 from shared.messages.router_worker import Drained, Report, WorkerBye, WorkerHello
 from shared.worker.effects import Exit, ToRouter
 from shared.worker.limits import WorkerIdentity, WorkerLimits
@@ -88,6 +88,7 @@ class Liaison:
         load: WorkerLoad,
         counters: WorkerCounters,
         pairs: tuple[PairStatus, ...],
+        readers: tuple[ReaderStatus, ...],
         step: int,
         now: float,
     ) -> None:
@@ -107,6 +108,7 @@ class Liaison:
                         counters=counters,
                         draining=self.stopping,
                         pairs=pairs,
+                        readers=readers,
                     )
                 )
             )

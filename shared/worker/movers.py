@@ -283,10 +283,19 @@ class Movers:
                         outcome.again,
                         outcome.wire,
                         outcome.codec,
+                        outcome.spoiled,
                     )
                 )
             case Failed():
-                self._post(CopyFailed(outcome.job, outcome.error, outcome.reused))
+                self._post(
+                    CopyFailed(
+                        outcome.job,
+                        outcome.error,
+                        outcome.reused,
+                        outcome.again,
+                        outcome.spoiled,
+                    )
+                )
             case Opened():
                 route = self._routes.get(outcome.source)
                 if outcome.error is not None:

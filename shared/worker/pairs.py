@@ -1,83 +1,101 @@
-"""What each source's KV cost this worker, by pair and path."""
+"""What each source's KV cost this worker, by pair, path and why that path."""
 
 from msgspec import Struct
 
 from shared.ids import WorkerId
 from shared.messages.fleet import CodecReason, KvPath, PairStatus, PathReason
-from shared.worker.events import Copied, PathChosen
+from shared.worker.events import Copied, CopyFailed, PathChosen, SourceKey
 
-_MAX_PAIRS = 256
+_MAX_LINES = 256
 
 
-class _Pair(Struct):
+class _Key(Struct, frozen=True):
+    source: WorkerId
     path: KvPath | None = None
     reason: PathReason | None = None
+
+
+class _Line(Struct):
     codec: str | None = None
     codec_reason: CodecReason | None = None
+    chosen: int = 0
     transfers: int = 0
     failed: int = 0
     bytes: int = 0
     seconds: float = 0.0
     visible_seconds: float = 0.0
     chunks_again: int = 0
+    chunks_spoiled: int = 0
+    generation_mismatches: int = 0
     wire_bytes: int = 0
 
 
 class Pairs:
-    """The newest ``_MAX_PAIRS`` sources; a restarted source continues its line."""
+    """The newest ``_MAX_LINES`` sources and paths.
+
+    A source whose path is another one now gets another line, so that no line ever counts what
+    came some other way; a restarted source with the same path continues its line.
+    """
 
     def __init__(self) -> None:
-        self._pairs: dict[WorkerId, _Pair] = {}
+        self._lines: dict[_Key, _Line] = {}
+        self._paths: dict[SourceKey, _Key] = {}
 
     def chosen(self, event: PathChosen) -> None:
         """The path of a source is known."""
-        pair = self._of(event.source.worker)
-        pair.path, pair.reason = event.path, event.reason
-        pair.codec, pair.codec_reason = None, event.codec_reason
+        key = _Key(event.source.worker, event.path, event.reason)
+        self._paths.pop(event.source, None)
+        while len(self._paths) >= _MAX_LINES:
+            del self._paths[next(iter(self._paths))]
+        self._paths[event.source] = key
+        line = self._line(key)
+        line.chosen += 1
+        line.codec, line.codec_reason = None, event.codec_reason
 
-    def copied(self, source: WorkerId, event: Copied) -> None:
+    def copied(self, source: SourceKey, event: Copied | CopyFailed) -> None:
         """A copy job of this source is over."""
-        pair = self._of(source)
-        pair.bytes += event.bytes
-        pair.wire_bytes += event.wire_bytes
-        pair.seconds += event.seconds
-        pair.chunks_again += event.again
-        pair.codec = event.codec
+        line = self._of(source)
+        line.chunks_again += event.again
+        line.chunks_spoiled += event.spoiled
+        if isinstance(event, CopyFailed):
+            line.generation_mismatches += event.reused
+            return
+        line.bytes += event.bytes
+        line.wire_bytes += event.wire_bytes
+        line.seconds += event.seconds
+        line.codec = event.codec
 
-    def arrived(self, source: WorkerId, visible: float) -> None:
+    def arrived(self, source: SourceKey, visible: float) -> None:
         """A hand-over is complete, ``visible`` seconds after its prefill was."""
-        pair = self._of(source)
-        pair.transfers += 1
-        pair.visible_seconds += visible
+        line = self._of(source)
+        line.transfers += 1
+        line.visible_seconds += visible
 
-    def failed(self, source: WorkerId) -> None:
+    def failed(self, source: SourceKey) -> None:
         """A hand-over was given up."""
         self._of(source).failed += 1
 
     def snapshot(self) -> tuple[PairStatus, ...]:
-        """Return a line per source."""
+        """Return a line per source, path and reason, the oldest first."""
+        newest = {source.worker: key for source, key in self._paths.items()}
         return tuple(
             PairStatus(
-                source=source,
-                path=pair.path,
-                reason=pair.reason,
-                transfers=pair.transfers,
-                failed=pair.failed,
-                bytes=pair.bytes,
-                seconds=pair.seconds,
-                visible_seconds=pair.visible_seconds,
-                chunks_again=pair.chunks_again,
-                codec=pair.codec,
-                codec_reason=pair.codec_reason,
-                wire_bytes=pair.wire_bytes,
+                source=key.source,
+                path=key.path,
+                reason=key.reason,
+                former=newest.get(key.source, key) != key,
+                **{name: getattr(line, name) for name in line.__struct_fields__},
             )
-            for source, pair in self._pairs.items()
+            for key, line in self._lines.items()
         )
 
-    def _of(self, source: WorkerId) -> _Pair:
-        pair = self._pairs.get(source)
-        if pair is None:
-            while len(self._pairs) >= _MAX_PAIRS:
-                del self._pairs[next(iter(self._pairs))]
-            pair = self._pairs[source] = _Pair()
-        return pair
+    def _of(self, source: SourceKey) -> _Line:
+        return self._line(self._paths.get(source) or _Key(source.worker))
+
+    def _line(self, key: _Key) -> _Line:
+        line = self._lines.get(key)
+        if line is None:
+            while len(self._lines) >= _MAX_LINES:
+                del self._lines[next(iter(self._lines))]
+            line = self._lines[key] = _Line()
+        return line

@@ -239,7 +239,8 @@ class WorkerState:
         else:
             spent = self._tally.snapshot()
             pairs = self._sink.pairs.snapshot()
-            self._liaison.tick(self.load(), spent, pairs, self._stepper.step, now)
+            readers = self._source.readers()
+            self._liaison.tick(self.load(), spent, pairs, readers, self._stepper.step, now)
 
     def _digest(self, now: float) -> None:
         """Act on what the hand-overs brought, until they bring nothing more."""

@@ -1,5 +1,7 @@
 """The real model with KV over sockets: the reference's tokens, on a good and on a bad network."""
 
+import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +39,18 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         fleet.remove()
 
 
+def assert_metrics(fleet: Fleet, moved: int) -> None:
+    """The live page tells of the pair what the status does, under the labels that say the path."""
+    page = urllib.request.urlopen(f"{fleet.url}/metrics", timeout=10).read().decode()
+    labels = 'path="host",reason="configured",source="prefill-0",worker="decode-0"'
+    lines = re.findall(r"(?m)^diptych_kv_(\w+)_total\{(.*)\} ([\d.e+]+)$", page)
+    pair = {name: float(value) for name, told, value in lines if told == labels}
+    assert pair["bytes"] >= moved and pair["transfers"] >= 1 and pair["failed"] == 0
+    assert pair["wire_bytes"] > 0 and pair["seconds"] > 0 and pair["visible_seconds"] > 0
+    assert {told for name, told, _ in lines if name == "bytes"} == {labels}
+    assert not [told for name, told, _ in lines if name in ("fallbacks", "leases_expired")]
+
+
 def test_a_busy_batch_over_sockets_equals_the_reference(
     fleet: Fleet, golden: list[GoldenCase]
 ) -> None:
@@ -49,6 +63,7 @@ def test_a_busy_batch_over_sockets_equals_the_reference(
     (pair,) = decode["pairs"]
     assert (pair["path"], pair["reason"]) == ("host", "configured")
     assert pair["transfers"] >= len(chosen) and pair["bytes"] > 0
+    assert_metrics(fleet, pair["bytes"])
     for worker in status["workers"]:
         load = worker["load"]
         assert load["blocks_free"] + load["blocks_cached"] == load["blocks_total"]

@@ -235,6 +235,7 @@ def test_every_fault_at_every_chunk_is_mended(run_async: RunAsync, kind: str) ->
         outcome = ends.fetch()
         assert isinstance(outcome, Fetched), outcome
         assert ends.equal(), f"{kind} at chunk {chunk} brought wrong bytes"
+        assert outcome.spoiled == ends.reader.spoiled
         assert (ends.reader.spoiled == 1) == (kind in ("corrupt", "truncate"))
         ends.close()
     context.term()

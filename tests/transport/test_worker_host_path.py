@@ -119,7 +119,8 @@ def test_faults_on_the_way_change_no_token(run: Runner, model: Path, directory: 
             await nothing_is_left(router, *PAIR)
             peer = router.hellos[WorkerId("decode-0")][0]
             await router.until(lambda: router.counter(peer, "chunks_spoiled") > 0)
-            assert (await pair_of(router)).chunks_again > 0
+            pair = await pair_of(router)
+            assert pair.chunks_again > 0 and pair.chunks_spoiled > 0
 
     run(check())
 

@@ -21,6 +21,7 @@ def check_end(wire: Wire) -> None:
     for outcome in wire.outcomes.values():
         if isinstance(outcome, Failed):
             assert outcome.error.code == "transfer_failed" and outcome.error.message
+    assert sum(o.spoiled for o in wire.outcomes.values()) == wire.reader.spoiled
 
 
 @pytest.mark.parametrize("seed", range(20))

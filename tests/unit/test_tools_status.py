@@ -99,6 +99,17 @@ def test_a_pair_tells_its_codec_and_the_bytes_it_saved_only_if_there_is_one() ->
     assert text.count(" as ") == 1
 
 
+def test_a_path_that_is_no_longer_used_is_told_apart() -> None:
+    """Guards a pair that seems to use two paths at once."""
+    former = PairStatus(
+        source=WorkerId("prefill-0"), path="host", reason="cannot_map", transfers=3, former=True
+    )
+    now = PairStatus(source=WorkerId("prefill-0"), path="ipc", reason="self_test", transfers=1)
+    text = " ".join(screen(RouterCounters(), (former, now)).split())
+    assert "host (cannot_map), no longer, 3 hand-overs" in text
+    assert "ipc (self_test), 1 hand-overs" in text
+
+
 def test_services_that_nobody_supervises_are_shown_by_what_the_fleet_says() -> None:
     """Guards a deployment whose services run by hand or on other machines."""
     console = Console(file=io.StringIO(), width=80)

@@ -204,10 +204,14 @@ def test_blocks_used_anew_while_they_were_copied_are_never_decoded() -> None:
     bench.ready(10)
     (job,) = bench.all(Copy)
     bench.complete(10)
-    bench.event(CopyFailed(job.job, error("transfer_failed"), reused=1))
+    bench.event(CopyFailed(job.job, error("transfer_failed"), reused=1, again=3, spoiled=2))
     assert lost(bench).transfer == 70
     assert bench.running is None and bench.empty()
-    assert bench.counters().generation_mismatches == 1
+    report = bench.report()
+    assert (report.counters.generation_mismatches, report.counters.chunks_again) == (1, 3)
+    (pair,) = report.pairs
+    assert (pair.failed, pair.generation_mismatches, pair.chunks_again) == (1, 1, 3)
+    assert (pair.chunks_spoiled, pair.bytes) == (2, 0)
 
 
 @pytest.mark.parametrize("moment", ["expecting", "copying", "copied", "lost"])

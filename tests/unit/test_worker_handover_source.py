@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from shared.ids import HostId, Incarnation, TransferId, WorkerId
+from shared.messages.fleet import ReaderStatus
 from shared.messages.prefill_decode import (
     AbortTransfer,
     Acknowledge,
@@ -139,6 +140,7 @@ def test_a_lease_lasts_while_it_is_renewed_and_then_ends() -> None:
     (gone,) = bench.to_reader()
     assert isinstance(gone, TransferGone) and "expired" in gone.error.message
     assert bench.empty() and bench.counters().leases_expired == 1
+    assert bench.report().readers == (ReaderStatus(reader=HELLO.worker, leases_expired=1),)
     bench.reader(OPEN)
     assert isinstance(bench.to_reader()[0], TransferGone), "also for who asks later"
 

@@ -288,13 +288,17 @@ def test_no_path_at_all_is_a_lost_source(run_async: Callable[..., None], tmp_pat
     staged(run_async, tmp_path, check)
 
 
+def _source(number: int) -> SourceKey:
+    return SourceKey(WorkerId(f"prefill-{number}"), Incarnation(3))
+
+
 def test_pairs_are_bounded_and_add_up() -> None:
     pairs = Pairs()
     for number in range(300):
-        pairs.failed(WorkerId(f"prefill-{number}"))
-    last = WorkerId("prefill-299")
-    life = SourceKey(last, Incarnation(3))
-    pairs.chosen(PathChosen(life, "host", "other_host", "planned"))
+        pairs.chosen(PathChosen(_source(number), "host", "other_host"))
+        pairs.failed(_source(number))
+    last = _source(299)
+    pairs.chosen(PathChosen(last, "host", "other_host", "planned"))
     pairs.copied(last, Copied(1, 100, 0.5, 2, wire_bytes=100, codec="none"))
     pairs.copied(last, Copied(2, 50, 0.25, 0, wire_bytes=25, codec="int8"))
     pairs.arrived(last, 0.125)

@@ -238,11 +238,15 @@ class Bench:
         return [effect.message for effect in self.all(ToSource)]
 
     def counters(self) -> WorkerCounters:
+        """Return the counters the worker reports next."""
+        return self.report().counters
+
+    def report(self) -> Report:
         """Return what the worker reports next."""
         self.said(RouterBeat(incarnation=Incarnation(1)))
         self.tick(1.0)
         (report,) = [e.message for e in self.all(ToRouter) if isinstance(e.message, Report)]
-        return report.counters
+        return report
 
     def empty(self) -> bool:
         """Return whether no block is owned by anybody."""

@@ -33,19 +33,25 @@ class Send(Struct, Generic[Source], frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """Every chunk of the job has landed. ``again`` chunks had to be asked for once more."""
+    """Every chunk of the job has landed.
+
+    ``again`` chunks had to be asked for once more, ``spoiled`` did not verify.
+    """
 
     job: int
     again: int
     seconds: float
+    spoiled: int = 0
 
 
 class Failed(Struct, frozen=True):
-    """The job is over and what it brought is void."""
+    """The job is over and what it brought is void. ``again`` and ``spoiled`` as in ``Done``."""
 
     job: int
     error: ErrorPayload
     reused: int = 0
+    again: int = 0
+    spoiled: int = 0
 
 
 class _Job(Struct, Generic[Source]):
@@ -93,7 +99,7 @@ class Fetches(Generic[Source]):
         self._jobs[fetch.job] = job
         self._heard.setdefault(source, now)
         if chunks == 0:
-            self._end(job, Done(fetch.job, 0, 0.0))
+            self._end(job, Done(fetch.job, again=0, seconds=0.0))
         self._grant(now)
 
     def wants(self, source: Source, job: int, index: int) -> bool:
@@ -226,7 +232,8 @@ class Fetches(Generic[Source]):
         del self._jobs[job.fetch.job]
         if all(other.source != job.source for other in self._jobs.values()):
             del self._heard[job.source]
-        self._out.append(outcome)
+        spoiled = sum(job.spoiled.values())
+        self._out.append(replace(outcome, again=job.again, spoiled=spoiled))
 
 
 def _ranges(numbers: set[int]) -> Iterator[tuple[int, int]]:

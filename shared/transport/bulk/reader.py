@@ -54,7 +54,7 @@ class FetchJob(Struct, Generic[Source], frozen=True, kw_only=True):
 
 
 class Fetched(Struct, frozen=True):
-    """The job is done and verified. ``again`` chunks were asked for more than once.
+    """The job is done and verified; ``again`` and ``spoiled`` as in ``Done``.
 
     ``bytes`` is what the blocks hold, ``wire`` what came over the link, encoded by ``codec``.
     """
@@ -65,6 +65,7 @@ class Fetched(Struct, frozen=True):
     again: int
     wire: int = 0
     codec: CodecName = "none"
+    spoiled: int = 0
 
 
 class Opened(Struct, Generic[Source], frozen=True):
@@ -324,6 +325,7 @@ class HostReader(Generic[Source]):
                             effect.again,
                             done.wire,
                             done.codec,
+                            effect.spoiled,
                         )
                     )
                 case Failed():
