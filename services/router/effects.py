@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from services.router.records import Gateway, Worker
-from shared.ids import HostId
+from shared.ids import HostId, RequestId
 from shared.messages.gateway_router import ToGateway
 from shared.messages.router_worker import ToWorker
 
@@ -37,10 +37,11 @@ class UnwatchProcess(Struct, frozen=True):
 
 
 class Note(Struct, frozen=True):
-    """One line for the log."""
+    """One line for the log. ``frequent``: one failure can cause thousands of its kind."""
 
     text: str
     warning: bool = False
+    frequent: bool = False
 
 
 class Stop(Struct, frozen=True):
@@ -80,3 +81,7 @@ class Outbox:
     def note(self, text: str, *, warning: bool = False) -> None:
         """Put a line in the log."""
         self.effects.append(Note(text, warning))
+
+    def note_request(self, request: RequestId, text: str) -> None:
+        """Put a warning about one request in the log, unless there are too many."""
+        self.effects.append(Note(f"request {request}: {text}", warning=True, frequent=True))

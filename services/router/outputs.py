@@ -186,7 +186,6 @@ class Outputs:
         self._counters.violations += 1
         if self._by_id.get(leg.dispatch) is leg:
             error = violation(leg, fault)
-            self._outbox.note(f"{error.message}, dispatch {leg.dispatch}", warning=True)
             self._recovery.leg_failed(leg, error, now, tell=True)
 
     def _prompt_facts(self, request: OpenRequest, message: Prefilled | SequenceFinished) -> None:

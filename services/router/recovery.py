@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from services.router.config import RouterConfig
 from services.router.counters import Counters
 from services.router.dispatch import Dispatcher
+from services.router.effects import Outbox
 from services.router.placement import best_prefill, need_of, of_role
 from services.router.records import Leg, OpenRequest, Worker
 from services.router.requests import Requests
@@ -29,12 +30,14 @@ class Recovery:
         workers: Mapping[bytes, Worker],
         requests: Requests,
         dispatcher: Dispatcher,
+        outbox: Outbox,
         counters: Counters,
     ) -> None:
         self._config = config
         self._workers = workers
         self._requests = requests
         self._dispatcher = dispatcher
+        self._outbox = outbox
         self._counters = counters
 
     def leg_failed(
@@ -49,9 +52,12 @@ class Recovery:
         self._dispatcher.cancel(leg, tell=tell)
         decode = request.decode
         if leg.kind == "prefill" and decode is not None:
-            if not decode.streaming:
+            if decode.streaming:
+                self._note(request, leg.worker, error, "decode had all it needs already")
+            else:
                 self._source_failed(decode, leg.worker, error, now, at_once=at_once)
         elif self._may_retry(request, leg.worker, error, now, at_once=at_once):
+            self._note(request, leg.worker, error, _elsewhere(request, now))
             self._requests.requeue(request)
 
     def transfer_lost(self, leg: Leg, message: TransferLost, now: float) -> bool:
@@ -97,9 +103,11 @@ class Recovery:
         if not self._may_retry(request, blamed, error, now, at_once=at_once):
             return
         if request.not_before > now:
+            then = _elsewhere(request, now)
             self._requests.requeue(request)
         else:
-            self._replace_prefill(decode, now)
+            then = self._replace_prefill(decode, now)
+        self._note(request, blamed, error, f"{then} (decode on {decode.worker.hello.worker})")
 
     def _may_retry(
         self,
@@ -118,6 +126,8 @@ class Recovery:
         request.strikes += 1
         if not error.retryable or request.strikes > self._config.max_retries:
             self._requests.end(request, error=error)
+            tried = f"failed {request.strikes} times in a row (router.max_retries)"
+            self._note(request, blamed, error, tried if error.retryable else "failed")
             return False
         request.retries += 1
         self._counters.retries += 1
@@ -127,8 +137,8 @@ class Recovery:
             request.not_before = now + min(RETRY_LAST, RETRY_FIRST * 2 ** (request.strikes - 2))
         return True
 
-    def _replace_prefill(self, decode: Leg, now: float) -> None:
-        """Give a waiting decode worker another source.
+    def _replace_prefill(self, decode: Leg, now: float) -> str:
+        """Give a waiting decode worker another source; return what was done, for the log.
 
         Only while it was sent all output there is: a token the client has seen since must be
         part of what decode goes on from, so otherwise the request is placed anew.
@@ -137,15 +147,30 @@ class Recovery:
         usable = worker.health in ("ready", "draining")
         if not usable or len(decode.request.output_ids) != request.num_output:
             self._requests.requeue(request)
-            return
+            return _elsewhere(request, now)
         prefills = of_role(self._workers.values(), "prefill")
         if prefills:
             chosen = best_prefill(prefills, need_of(request, worker), request.avoid)
-            if chosen is None:
-                self._requests.requeue(request)
-            else:
+            if chosen is not None:
                 self._dispatcher.replace_prefill(decode, chosen, now)
+                return f"{chosen.hello.worker} computes its prompt anew"
         elif self._config.on_no_prefill == "local":
             self._dispatcher.run_instead(decode, "no_prefill_local", now)
-        else:
-            self._requests.requeue(request)
+            return "decode computes its prompt itself"
+        self._requests.requeue(request)
+        return _elsewhere(request, now)
+
+    def _note(
+        self, request: OpenRequest, blamed: Worker | None, error: ErrorPayload, then: str
+    ) -> None:
+        """Log a failed attempt; a client's own mistakes are its business."""
+        if error.code in ("invalid_request", "too_large"):
+            return
+        where = "" if blamed is None else f"{blamed.hello.worker}: "
+        text = f"{where}{error.code}: {error.message}; {then}"
+        self._outbox.note_request(request.request.request_id, text)
+
+
+def _elsewhere(request: OpenRequest, now: float) -> str:
+    pause = request.not_before - now
+    return f"is placed anew in {pause:.2f} s" if pause > 0 else "is placed anew"

@@ -33,6 +33,7 @@ from shared.errors import ResourceMissing
 from shared.ids import HostId, Incarnation
 from shared.messages.gateway_router import FleetQuery, FromGateway, ToGateway
 from shared.messages.router_worker import FromWorker, ToWorker
+from shared.telemetry.bounded_log import BoundedLog, one_line
 from shared.transport.link import RouterLink
 from shared.transport.liveness import PidWatch, watch_pid
 from shared.transport.security import security_for
@@ -66,6 +67,7 @@ class RouterService:
         self._pending: list[Event] = []
         self._busy = False
         self._alarm = Alarm(clock)
+        self._frequent = BoundedLog(log)
         self._stopped = False
         self._gateways: RouterLink[FromGateway, ToGateway] | None = None
         self._workers: RouterLink[FromWorker, ToWorker] | None = None
@@ -142,7 +144,7 @@ class RouterService:
             if self._workers is not None and not self._workers.send(effect.peer, effect.message):
                 self.feed(WorkerUnreachable(effect.peer))
         elif isinstance(effect, Note):
-            log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
+            self._write(effect)
         elif isinstance(effect, WatchProcess):
             self._watch(effect)
         elif isinstance(effect, UnwatchProcess):
@@ -151,6 +153,13 @@ class RouterService:
                 watch.cancel()
         elif isinstance(effect, Stop):
             self._stopped = True
+
+    def _write(self, note: Note) -> None:
+        if note.frequent:
+            self._frequent.warning(note.text)
+        else:
+            level = logging.WARNING if note.warning else logging.INFO
+            log.log(level, "%s", one_line(note.text))
 
     def _watch(self, effect: WatchProcess) -> None:
         if effect.host != self._host:

@@ -70,7 +70,7 @@ class RouterState:
         self.legs = LegTable(incarnation)
         dispatcher = Dispatcher(self.legs, outbox, self.counters)
         self.requests = Requests(config, dispatcher, outbox, self.counters, now)
-        recovery = Recovery(config, workers, self.requests, dispatcher, self.counters)
+        recovery = Recovery(config, workers, self.requests, dispatcher, outbox, self.counters)
         self.fleet = Fleet(config, incarnation, workers, recovery, outbox)
         self.drains = Drains(workers, recovery, outbox)
         self.gateways = Gateways(

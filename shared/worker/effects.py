@@ -92,6 +92,12 @@ class Copy(Struct, frozen=True, kw_only=True):
     tokens: int = 0
 
 
+class Note(Struct, frozen=True):
+    """One line for the log: a warning about one request or one peer."""
+
+    text: str
+
+
 class Exit(Struct, frozen=True):
     """End the process. ``error`` None is the orderly end, ``refused`` makes a restart useless."""
 
@@ -100,5 +106,14 @@ class Exit(Struct, frozen=True):
 
 
 Effect = (
-    RunStep | ToRouter | ToReader | ConnectSource | ToSource | MapArena | CloseSource | Copy | Exit
+    RunStep
+    | ToRouter
+    | ToReader
+    | ConnectSource
+    | ToSource
+    | MapArena
+    | CloseSource
+    | Copy
+    | Note
+    | Exit
 )

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from shared.errors import ErrorPayload
-from shared.ids import TransferId
+from shared.ids import TransferId, WorkerId
 from shared.messages.prefill_decode import (
     AbortTransfer,
     Acknowledge,
@@ -45,6 +45,7 @@ class Lost(Struct, frozen=True):
 
     sequence: Sequence
     transfer: TransferId
+    source: WorkerId
     error: ErrorPayload
 
 
@@ -283,7 +284,7 @@ class HandoverSink:
         self._drop(pull)
         if not gone:
             self._sources.send(pull.source, AbortTransfer(transfer=pull.transfer))
-        self.news.append(Lost(pull.sequence, pull.transfer, error))
+        self.news.append(Lost(pull.sequence, pull.transfer, pull.source.worker, error))
 
     def _drop(self, pull: Pull) -> None:
         del self._pulls[pull.transfer]

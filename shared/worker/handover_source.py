@@ -3,12 +3,12 @@
 from msgspec import Struct
 
 from shared.errors import ErrorPayload
-from shared.ids import TransferId, WorkerId
+from shared.ids import RequestId, TransferId, WorkerId
 from shared.kv.block_pool import BlockPool
 from shared.messages.fleet import ReaderStatus
 from shared.messages.prefill_decode import KvReady, ReadyBlocks, TransferComplete, TransferGone
 from shared.messages.request import TokenLogprob
-from shared.worker.effects import ToReader
+from shared.worker.effects import Note, ToReader
 from shared.worker.limits import Tally, WorkerLimits
 from shared.worker.outbox import Outbox
 from shared.worker.sequence import Sequence
@@ -27,6 +27,7 @@ class Handover(Struct):
     transfer: TransferId
     reader: WorkerId
     sequence: Sequence | None
+    request: RequestId
     peer: bytes | None = None
     told_tokens: int = 0
     told_layers: int = 0
@@ -74,7 +75,7 @@ class HandoverSource:
     def begin(self, sequence: Sequence, reader: WorkerId) -> None:
         """A prefill was accepted; whoever subscribed early is served from now on."""
         transfer = TransferId(sequence.dispatch)
-        handover = Handover(transfer, reader, sequence)
+        handover = Handover(transfer, reader, sequence, sequence.request.request_id)
         self._open[transfer] = handover
         early = self._early.pop(transfer, None)
         if early is not None:
@@ -197,6 +198,7 @@ class HandoverSource:
         for handover in list(self._open.values()):
             if handover.complete is not None and handover.deadline <= now:
                 self._count_expired(handover.reader)
+                self._outbox.add(Note(self._expired_text(handover)))
                 self.close(handover.transfer, _error("its lease expired"), now)
         for transfer, early in list(self._early.items()):
             if early.deadline <= now:
@@ -280,6 +282,13 @@ class HandoverSource:
         while len(self._expired) >= _MAX_READERS:
             del self._expired[next(iter(self._expired))]
         self._expired[reader] = count + 1
+
+    def _expired_text(self, handover: Handover) -> str:
+        return (
+            f"request {handover.request}: {handover.reader} neither fetched its KV (transfer "
+            f"{handover.transfer}) nor renewed the lease for {self._limits.lease:g} s; its blocks "
+            "are free again, and whoever still wants them is told"
+        )
 
     def _remember(self, transfer: TransferId, error: ErrorPayload, now: float) -> None:
         while len(self._gone) >= self._limits.max_open:

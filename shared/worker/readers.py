@@ -12,7 +12,7 @@ from shared.messages.prefill_decode import (
     PeerWelcome,
     RenewLeases,
 )
-from shared.worker.effects import ToReader
+from shared.worker.effects import Note, ToReader
 from shared.worker.handover_source import HandoverSource
 from shared.worker.limits import Tally, WorkerIdentity
 from shared.worker.outbox import Outbox
@@ -51,6 +51,7 @@ class Readers:
         error = self._misfit(peer, message)
         if error is not None:
             self._outbox.add(ToReader(peer, PeerRefused(error=error)))
+            self._outbox.add(Note(f"refused as a reader: {error.code}: {error.message}"))
             return
         for former in [p for p, w in self._workers.items() if w == message.worker and p != peer]:
             self.lost(former)

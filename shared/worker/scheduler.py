@@ -49,6 +49,7 @@ class Scheduler:
         self.receiving: list[Sequence] = []
         self.running: list[Sequence] = []
         self.exhausted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue by seniority for blocks and a place."""
@@ -95,7 +96,10 @@ class Scheduler:
         return receiving
 
     def compose(self) -> list[Chunk]:
-        """Return the work of the next step; ``exhausted`` then holds what can never go on."""
+        """Return the work of the next step.
+
+        ``exhausted`` then holds what can never go on, ``preempted`` what gave its blocks up.
+        """
         budget = self._limits.max_batch_tokens
         chunks: list[Chunk] = []
         for sequence in list(self.running):
@@ -178,6 +182,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self._tally.preemptions += 1
+        self.preempted.append(victim)
         if victim.phase == "receiving":
             self.receiving.remove(victim)
             self._drop_pull(victim)

@@ -24,6 +24,7 @@ from shared.messages.router_worker import CancelWork, FromWorker, StepOutput, Wo
 from shared.precision import slow_precision
 from shared.runtime import host_id
 from shared.service import ReadyFile, ServiceFailed
+from shared.telemetry.bounded_log import BoundedLog
 from shared.transport.bulk.faults import FaultyCopies
 from shared.transport.bulk.fetches import FetchLimits
 from shared.transport.bulk.nixl import NixlEnd
@@ -38,6 +39,7 @@ from shared.worker.effects import (
     Effect,
     Exit,
     MapArena,
+    Note,
     RunStep,
     ToReader,
     ToRouter,
@@ -107,6 +109,7 @@ class WorkerService:
     ) -> None:
         self._settings = settings
         self._clock = MonotonicClock()
+        self._warnings = BoundedLog(log)
         self._queue: deque[Event] = deque()
         self._failed_steps = 0
         self._idle_ticks = 0
@@ -209,6 +212,8 @@ class WorkerService:
                 self._links.disconnect(effect.source)
             case Copy():
                 self._movers.copy(effect)
+            case Note():
+                self._warnings.warning(effect.text)
             case Exit():
                 refused = IncompatiblePeer(effect.error or "the router refused this worker")
                 self._end(refused if effect.refused else None)

@@ -21,7 +21,7 @@ from shared.messages.router_worker import (
     WorkerRefused,
     WorkerWelcome,
 )
-from shared.worker.effects import Effect, Exit, RunStep, ToRouter
+from shared.worker.effects import Effect, Exit, Note, RunStep, ToRouter
 from shared.worker.events import (
     Copied,
     CopyFailed,
@@ -285,6 +285,13 @@ class WorkerState:
         sequence.phase = "lost"
         message = TransferLost(dispatch=sequence.dispatch, transfer=item.transfer, error=item.error)
         self._outbox.add(ToRouter(message))
+        self._outbox.add(
+            Note(
+                f"request {sequence.request.request_id}: its KV (transfer {item.transfer}) from "
+                f"{item.source} is lost: {item.error.code}: {item.error.message}; the router is "
+                "asked for another source"
+            )
+        )
 
     def _plan(self, now: float) -> list[Effect]:
         """Start the next step if there is anything to compute."""
@@ -293,6 +300,9 @@ class WorkerState:
             self._digest(now)
             chunks = self._scheduler.compose()
             exhausted, self._scheduler.exhausted = self._scheduler.exhausted, []
+            preempted, self._scheduler.preempted = self._scheduler.preempted, []
+            for sequence in preempted:
+                self._outbox.add(Note(self._preempted(sequence)))
             if not exhausted:
                 break
             for sequence in exhausted:
@@ -308,6 +318,14 @@ class WorkerState:
             self._source.computed(sequence)
         announce = bool(prefills) and self._limits.pipeline
         return [RunStep(self._stepper.step, batch, announce)]
+
+    def _preempted(self, sequence: Sequence) -> str:
+        then = "fetched" if sequence.kind == "expect" else "computed"
+        request, tokens = sequence.request.request_id, len(sequence.tokens)
+        return (
+            f"request {request}: preempted after {tokens} tokens, because all "
+            f"{self._pool.num_blocks} KV blocks are taken; its KV is {then} again"
+        )
 
     def _too_long(self, sequence: Sequence) -> ErrorPayload:
         text = never_fits(len(sequence.tokens), self._pool)

@@ -167,6 +167,9 @@ def test_killed_while_shared_memory_is_copied_another_source_takes_over(
             await recover(router, second, "prefill-1")
             assert await router.output(second) == right
             await nothing_is_left(router, "prefill-1", "decode-0")
+        (line,) = [x for x in router.logs["decode-0"].splitlines() if " is lost: " in x]
+        assert "WARNING request r: its KV (transfer " in line and ") from prefill-0 is" in line
+        assert "transfer_failed: " in line and line.endswith("asked for another source")
 
     run(check())
 

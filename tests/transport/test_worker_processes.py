@@ -192,6 +192,10 @@ def test_a_pair_that_does_not_fit_names_the_differing_fields(
             (loss,) = [m for _, m in router.messages if isinstance(m, TransferLost)]
             assert loss.dispatch == second and loss.error.code == "incompatible_peer"
             assert "model: " in loss.error.message and "layout: " in loss.error.message
+        refused = "WARNING refused as a reader: incompatible_peer: prefill-0 and decode-0 do not"
+        assert refused in router.logs["prefill-0"]
+        lost = f"WARNING request r: its KV (transfer {loss.transfer}) from prefill-0 is lost: inco"
+        assert lost in router.logs["decode-0"]
 
     run(check())
 

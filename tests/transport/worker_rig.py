@@ -112,6 +112,7 @@ class Rig:
         self.reports: dict[bytes, Report] = {}
         self.messages: list[tuple[bytes, FromWorker]] = []
         self.byes: set[bytes] = set()
+        self.logs: dict[str, str] = {}
         self._killed: set[bytes] = set()
         self._changed = asyncio.Event()
         self._last_dispatch = 0
@@ -227,7 +228,7 @@ class Rig:
                     continue
 
     async def close(self) -> None:
-        """Stop what still runs and check that every worker ends well."""
+        """Stop what still runs and check that every worker ends well; ``logs`` has their words."""
         self._beats.cancel()
         await asyncio.gather(self._beats, return_exceptions=True)
         for process in self.processes.values():
@@ -235,7 +236,8 @@ class Rig:
         codes = {}
         for name, process in self.processes.items():
             _, errors = await asyncio.to_thread(process.communicate, None, DEADLINE)
-            codes[name] = (process.returncode, errors.decode())
+            self.logs[name] = errors.decode()
+            codes[name] = (process.returncode, self.logs[name])
         self.link.close()
         self._context.term()
         for name, (code, errors) in codes.items():
