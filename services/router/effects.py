@@ -78,9 +78,9 @@ class Outbox:
         """Answer a gateway that is not in the table."""
         self.effects.append(SendGateway(peer, message))
 
-    def note(self, text: str, *, warning: bool = False) -> None:
+    def note(self, text: str, *, warning: bool = False, frequent: bool = False) -> None:
         """Put a line in the log."""
-        self.effects.append(Note(text, warning))
+        self.effects.append(Note(text, warning, frequent))
 
     def note_request(self, request: RequestId, text: str) -> None:
         """Put a warning about one request in the log, unless there are too many."""

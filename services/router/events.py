@@ -5,6 +5,7 @@ from msgspec import Struct
 from shared.ids import WorkerId
 from shared.messages.fleet import Role
 from shared.messages.gateway_router import FromGateway
+from shared.messages.hello import UnreadHello
 from shared.messages.router_worker import FromWorker
 
 
@@ -12,7 +13,7 @@ class WorkerMessage(Struct, frozen=True):
     """A worker spoke."""
 
     peer: bytes
-    message: FromWorker
+    message: FromWorker | UnreadHello
 
 
 class WorkerUnreachable(Struct, frozen=True):

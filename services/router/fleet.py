@@ -11,7 +11,7 @@ from services.router.records import Worker
 from services.router.recovery import Recovery
 from shared.errors import DiptychError, IncompatiblePeer, InvalidRequest, WorkerLost
 from shared.ids import DispatchId, Incarnation
-from shared.messages.hello import WIRE_VERSION, Compatibility
+from shared.messages.hello import WIRE_VERSION, Compatibility, UnreadHello, two_versions
 from shared.messages.router_worker import (
     CancelWork,
     Report,
@@ -65,8 +65,7 @@ class Fleet:
         """Welcome a worker that fits the fleet; the first one defines what fits."""
         if self._lost_its_name(peer, message):
             text = f"another process has taken the name {message.worker}"
-            self._outbox.note(f"worker {message.worker} refused: {text}", warning=True)
-            self._outbox.to_peer(peer, WorkerRefused(error=IncompatiblePeer(text).payload()))
+            self._refuse(peer, message.worker, IncompatiblePeer(text), now)
             return
         for other in list(self.by_peer.values()):
             same_name = other.hello.worker == message.worker
@@ -77,10 +76,7 @@ class Fleet:
         known = self.by_peer.get(peer)
         error = self._objection(known, message)
         if error is not None:
-            if known is not None:
-                self._remove(known, "no longer fits", now)
-            self._outbox.note(f"worker {message.worker} refused: {error.message}", warning=True)
-            self._outbox.to_peer(peer, WorkerRefused(error=error.payload()))
+            self._refuse(peer, message.worker, error, now)
             return
         self.compatibility = message.compatibility
         if known is None:
@@ -90,6 +86,11 @@ class Fleet:
         self._outbox.worker(known, WorkerWelcome(incarnation=self._incarnation))
         self.heard(known, now)
         self._cancel_abandoned(known)
+
+    def unread(self, peer: bytes, message: UnreadHello, now: float) -> None:
+        """Refuse a worker of another version by name."""
+        text = f"the worker does not fit the fleet: {message.difference()}"
+        self._refuse(peer, message.worker, IncompatiblePeer(text), now)
 
     def heard(self, worker: Worker, now: float) -> None:
         """Any message is a sign of life; a lost worker learns what it must drop."""
@@ -248,13 +249,21 @@ class Fleet:
             return InvalidRequest(f"the fleet has {MAX_WORKERS} workers already")
         return None
 
+    def _refuse(self, peer: bytes, name: str, error: DiptychError, now: float) -> None:
+        known = self.by_peer.get(peer)
+        if known is not None:
+            self._remove(known, "no longer fits", now)
+        text = f"worker {name} refused: {error.message}"
+        self._outbox.note(text, warning=True, frequent=True)
+        self._outbox.to_peer(peer, WorkerRefused(error=error.payload()))
+
     def _differs(self, offered: Compatibility) -> bool:
         """Return whether no KV can move between the fleet and a worker that offers this."""
         return self.compatibility is None or bool(self.compatibility.differences(offered))
 
     def _mismatch(self, offered: Compatibility) -> IncompatiblePeer:
         if self.compatibility is None or offered.wire_version != WIRE_VERSION:
-            text = f"wire_version: {WIRE_VERSION} here, {offered.wire_version} there"
+            text = two_versions(WIRE_VERSION, offered.wire_version)
         else:
             text = "; ".join(self.compatibility.differences(offered))
         return IncompatiblePeer(f"the worker does not fit the fleet: {text}")

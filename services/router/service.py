@@ -32,9 +32,10 @@ from shared.config import SecuritySection
 from shared.errors import ResourceMissing
 from shared.ids import HostId, Incarnation
 from shared.messages.gateway_router import FleetQuery, FromGateway, ToGateway
+from shared.messages.hello import UnreadHello
 from shared.messages.router_worker import FromWorker, ToWorker
 from shared.telemetry.bounded_log import BoundedLog, one_line
-from shared.transport.link import RouterLink
+from shared.transport.link import Receive, RouterLink
 from shared.transport.liveness import PidWatch, watch_pid
 from shared.transport.security import security_for
 
@@ -70,7 +71,7 @@ class RouterService:
         self._frequent = BoundedLog(log)
         self._stopped = False
         self._gateways: RouterLink[FromGateway, ToGateway] | None = None
-        self._workers: RouterLink[FromWorker, ToWorker] | None = None
+        self._workers: RouterLink[FromWorker | UnreadHello, ToWorker] | None = None
 
     def bind(self, gateways: str, workers: str, security: SecuritySection) -> None:
         """Bind both endpoints. Raises ``ResourceMissing`` or ``BadConfig``."""
@@ -84,7 +85,7 @@ class RouterService:
         self._workers = RouterLink(
             self._context,
             workers,
-            FromWorker,
+            Receive(FromWorker, UnreadHello),
             lambda peer, message: self.feed(WorkerMessage(peer, message)),
             security=security_for(workers, security, "bind"),
         )

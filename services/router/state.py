@@ -37,6 +37,7 @@ from shared.messages.gateway_router import (
     Generate,
     RouterPong,
 )
+from shared.messages.hello import UnreadHello
 from shared.messages.router_worker import (
     Drained,
     Report,
@@ -143,6 +144,9 @@ class RouterState:
         message, peer = event.message, event.peer
         if isinstance(message, WorkerHello):
             self.fleet.hello(peer, message, now)
+            return
+        if isinstance(message, UnreadHello):
+            self.fleet.unread(peer, message, now)
             return
         worker = self.fleet.by_peer.get(peer)
         if worker is None:

@@ -15,15 +15,15 @@ from shared.messages.request import TokenLogprob
 class PeerHello(Struct, tag="hello", frozen=True, kw_only=True):
     """First message of a decode worker, compared before anything else.
 
-    ``codec`` is its configuration's, ``codecs`` are those it can decode. Names of a later
-    version are no error: they are strings here.
+    ``path`` and ``codec`` are its configuration's, ``codecs`` are those it can decode. Names of
+    a later version are no malformed message: they are strings here.
     """
 
     worker: WorkerId
     incarnation: Incarnation
     host: HostId
     compatibility: Compatibility
-    path: PathRule = "auto"
+    path: str = "auto"
     codec: str = "none"
     codecs: tuple[str, ...] = ()
 
@@ -116,6 +116,12 @@ class PeerWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
     codec: str = "none"
     codec_reason: CodecReason = "unknown"
     nixl: NixlDescriptor | None = None
+
+
+class UnreadWelcome(Struct, tag="welcome", frozen=True, kw_only=True):
+    """Stands for a ``PeerWelcome`` of which this version can read no more than who says it."""
+
+    worker: Annotated[str, Meta(max_length=64)]
 
 
 class PeerRefused(Struct, tag="refused", frozen=True, kw_only=True):

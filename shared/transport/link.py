@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 import zmq
+from msgspec import Struct
 
 from shared.transport.admission import Admission
 from shared.transport.endpoint import Listener, bind, connect
@@ -18,7 +19,7 @@ from shared.transport.hopeless import WriteWatch
 from shared.transport.pump import LinkLimits, Outbox, SocketPump
 from shared.transport.security import CurveClient, CurveServer
 
-__all__ = ["DealerLink", "LinkLimits", "RouterLink"]
+__all__ = ["DealerLink", "LinkLimits", "Receive", "RouterLink"]
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,23 @@ _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 """As plain numbers: arithmetic with pyzmq's enums costs more than the calls."""
 
 
+class Receive(Struct, frozen=True):
+    """What a link decodes, if that is more than one type or union.
+
+    ``head`` is the type that a frame becomes which is none of ``messages``, but begins like one:
+    what a later version says must not look like garbage.
+    """
+
+    messages: object
+    head: object
+
+
 class RouterLink(Generic[In, Out]):
     """The binding end: one ROUTER socket, many peers known by their routing id.
 
-    ``receive`` is the message type or union to decode; ``on_message(peer, message)`` must not
-    block. What it raises goes to the loop's exception handler. Messages without a routing id
-    of the peer's own choice are rejected.
+    ``receive`` is the message type or union to decode, or both of a ``Receive``;
+    ``on_message(peer, message)`` must not block. What it raises goes to the loop's exception
+    handler. Messages without a routing id of the peer's own choice are rejected.
 
     Raises:
         ResourceMissing: address in use or not available, or an ipc path that is too long.
@@ -239,7 +251,12 @@ class _PeerGone(Exception):
 class _Codec(Generic[In, Out]):
     def __init__(self, receive: object, max_frame: int) -> None:
         self._max_frame = max_frame
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(receive)
+        types = [receive]
+        if isinstance(receive, Receive):
+            types = [receive.messages, receive.head]
+        self._decoders: list[msgspec.msgpack.Decoder[In]] = [
+            msgspec.msgpack.Decoder(one) for one in types
+        ]
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Out) -> bytes | None:
@@ -249,7 +266,9 @@ class _Codec(Generic[In, Out]):
     def decode(self, frames: list[bytes]) -> In | None:
         if len(frames) != 1 or len(frames[0]) > self._max_frame:
             return None
-        try:
-            return self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
+        for decoder in self._decoders:
+            try:
+                return decoder.decode(frames[0])
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+        return None

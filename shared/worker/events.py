@@ -6,7 +6,8 @@ from shared.engine.batch import StepResult
 from shared.errors import ErrorPayload
 from shared.ids import Incarnation, WorkerId
 from shared.messages.fleet import CodecReason, KvPath, PathReason
-from shared.messages.prefill_decode import FromDecode, ToDecode
+from shared.messages.hello import UnreadHello
+from shared.messages.prefill_decode import FromDecode, ToDecode, UnreadWelcome
 from shared.messages.router_worker import ToWorker
 
 
@@ -27,7 +28,7 @@ class ReaderSaid(Struct, frozen=True):
     """A message of a decode worker on this worker's KV link; ``peer`` is its routing id."""
 
     peer: bytes
-    message: FromDecode
+    message: FromDecode | UnreadHello
 
 
 class ReaderLost(Struct, frozen=True):
@@ -40,7 +41,7 @@ class SourceSaid(Struct, frozen=True):
     """A message of a prefill worker this worker pulls from."""
 
     source: SourceKey
-    message: ToDecode
+    message: ToDecode | UnreadWelcome
 
 
 class SourceLost(Struct, frozen=True):

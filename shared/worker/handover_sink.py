@@ -4,6 +4,7 @@ from msgspec import Struct
 
 from shared.errors import ErrorPayload
 from shared.ids import TransferId, WorkerId
+from shared.messages.hello import WIRE_VERSION
 from shared.messages.prefill_decode import (
     AbortTransfer,
     Acknowledge,
@@ -14,6 +15,7 @@ from shared.messages.prefill_decode import (
     ToDecode,
     TransferComplete,
     TransferGone,
+    UnreadWelcome,
 )
 from shared.messages.router_worker import KvSource
 from shared.worker.effects import Copy
@@ -119,7 +121,7 @@ class HandoverSink:
             )
             self._sources.send(key, AbortTransfer(transfer=source.transfer))
 
-    def handle(self, key: SourceKey, message: ToDecode, now: float) -> None:
+    def handle(self, key: SourceKey, message: ToDecode | UnreadWelcome, now: float) -> None:
         """Take in what a source says."""
         if key not in self._sources:
             self._tally.late_messages += 1
@@ -129,6 +131,12 @@ class HandoverSink:
                 self._welcome(key, message, now)
             case PeerRefused():
                 self.source_lost(key, message.error)
+            case UnreadWelcome():
+                text = (
+                    f"{key.worker} answered what this worker (wire_version {WIRE_VERSION}) cannot "
+                    "read; install the same release on both sides"
+                )
+                self.source_lost(key, ErrorPayload(code="incompatible_peer", message=text))
             case KvReady() | TransferComplete() | TransferGone():
                 pull = self._pulls.get(message.transfer)
                 if pull is None or pull.source != key:

@@ -11,11 +11,12 @@ from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload
 from shared.fault_rules import FaultsSection
 from shared.ids import Incarnation, WorkerId
-from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode
+from shared.messages.hello import UnreadHello
+from shared.messages.prefill_decode import ArenaDescriptor, FromDecode, ToDecode, UnreadWelcome
 from shared.messages.router_worker import FromWorker, ToWorker
 from shared.transport.bulk.server import HostServer
 from shared.transport.bulk.stage import OutStage
-from shared.transport.link import DealerLink, RouterLink
+from shared.transport.link import DealerLink, Receive, RouterLink
 from shared.transport.liveness import PidWatch, watch_pid
 from shared.transport.security import security_for
 from shared.worker.events import Event, ReaderSaid, RouterSaid, SourceKey, SourceLost, SourceSaid
@@ -49,15 +50,15 @@ class Links:
         self._security = security
         self._post = post
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sources: dict[SourceKey, DealerLink[ToDecode, FromDecode]] = {}
+        self._sources: dict[SourceKey, DealerLink[ToDecode | UnreadWelcome, FromDecode]] = {}
         self._watches: dict[SourceKey, PidWatch] = {}
         self._rejected_before = 0
         self._server: HostServer | None = None
         try:
-            self.readers: RouterLink[FromDecode, ToDecode] = RouterLink(
+            self.readers: RouterLink[FromDecode | UnreadHello, ToDecode] = RouterLink(
                 self._context,
                 kv_endpoint,
-                FromDecode,
+                Receive(FromDecode, UnreadHello),
                 lambda peer, message: post(ReaderSaid(peer, message)),
                 security=security_for(kv_endpoint, security, "bind"),
             )
@@ -110,7 +111,7 @@ class Links:
                 self._context,
                 endpoint,
                 self._identity,
-                ToDecode,
+                Receive(ToDecode, UnreadWelcome),
                 lambda message: self._post(SourceSaid(source, message)),
                 security=security_for(endpoint, self._security, "connect"),
             )

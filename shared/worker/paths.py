@@ -9,6 +9,7 @@ from shared.errors import DiptychError, TransferFailed
 from shared.messages.fleet import CodecReason, CodecRule, KvPath, PathReason, PathRule
 from shared.messages.prefill_decode import CudaDescriptor
 
+KNOWN_PATHS: Final[tuple[PathRule, ...]] = get_args(PathRule)
 _RULES: Final[tuple[CodecRule, ...]] = get_args(CodecRule)
 KNOWN_CODECS: Final = tuple(rule for rule in _RULES if rule != "auto")
 """What this build decodes and encodes, as told at hello."""
@@ -36,11 +37,14 @@ class CodecTerms(Struct, frozen=True):
     reason: CodecReason = "configured"
 
 
-def agree(mine: PathRule, theirs: PathRule) -> PathRule | None:
-    """Return the rule both sides live with, None if they name two different paths."""
+def agree(mine: PathRule, theirs: str) -> PathRule | None:
+    """Return the rule both sides live with, None if they name two different paths.
+
+    ``theirs`` may be of a later version: no side takes a path that it does not know.
+    """
     if mine == theirs or theirs == "auto":
         return mine
-    return theirs if mine == "auto" else None
+    return next((rule for rule in KNOWN_PATHS if rule == theirs), None) if mine == "auto" else None
 
 
 def memory_apart(mine: CudaDescriptor | None, theirs: CudaDescriptor | None) -> PathReason | None:

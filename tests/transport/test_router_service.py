@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from services.router.config import RouterConfig
 from services.router.service import RouterService
@@ -17,11 +18,21 @@ from shared.clock import MonotonicClock
 from shared.config import SecuritySection
 from shared.errors import BadConfig, ResourceMissing
 from shared.ids import new_incarnation
-from shared.messages.router_worker import CancelWork, Expect, NewSource, Prefill, Run
+from shared.messages.router_worker import (
+    CancelWork,
+    Expect,
+    NewSource,
+    Prefill,
+    Run,
+    ToWorker,
+    WorkerHello,
+    WorkerRefused,
+)
 from shared.runtime import host_id
 from tests.conftest import RunAsync
 from tests.transport.harness import Context, eventually, opened, raw_dealer
 from tests.transport.router_rig import CONFIG, Rig, in_process, router_process
+from tests.unit.message_samples import sample
 from tests.unit.router_world import make_request
 
 PATIENT = RouterConfig(worker_timeout=60.0)
@@ -74,6 +85,28 @@ def test_67_garbage_on_both_sockets_is_counted_and_nothing_dies(
             status = (await gateway.status()).status
             assert status.counters.rejected_frames == 2 * len(junk) + 2
             assert len(status.workers) == 2
+
+    run_async(main())
+
+
+def test_45_a_worker_of_a_later_release_is_refused_by_both_versions(
+    run_async: RunAsync, context: Context, directory: Path
+) -> None:
+    """Guards a worker whose hello has a role unknown here: it would say it for ever."""
+    hello = msgspec.to_builtins(sample(WorkerHello, full=True))
+    hello |= {"worker": "decode-0", "role": "encode"}
+    hello["compatibility"]["wire_version"] = 2
+
+    async def main() -> None:
+        async with in_process(context, directory, PATIENT) as (rig, service):
+            later = raw_dealer(context, rig.workers, b"decode-0#1")
+            with opened(later):
+                later.send(msgspec.msgpack.encode(hello))
+                await eventually(lambda: bool(later.getsockopt(zmq.EVENTS) & zmq.POLLIN))
+                answer = msgspec.msgpack.decode(later.recv(zmq.NOBLOCK), type=ToWorker)
+            assert isinstance(answer, WorkerRefused) and answer.error.code == "incompatible_peer"
+            assert "wire_version: 1 here, 2 there" in answer.error.message
+            assert service._rejected() == 0
 
     run_async(main())
 

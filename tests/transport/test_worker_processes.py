@@ -25,7 +25,16 @@ from shared.messages.router_worker import (
     TransferLost,
 )
 from tests.conftest import RunAsync
-from tests.transport.worker_rig import BLOCK, ROOT, Rig, make_config, make_model, request, rig
+from tests.transport.worker_rig import (
+    BLOCK,
+    ROOT,
+    Rig,
+    make_config,
+    make_model,
+    request,
+    rig,
+    running,
+)
 
 PAIR = ("prefill-0", "decode-0")
 LONG = tuple(3 + i * 7 % 90 for i in range(1500))
@@ -196,6 +205,29 @@ def test_a_pair_that_does_not_fit_names_the_differing_fields(
         assert refused in router.logs["prefill-0"]
         lost = f"WARNING request r: its KV (transfer {loss.transfer}) from prefill-0 is lost: inco"
         assert lost in router.logs["decode-0"]
+
+    run(check())
+
+
+def test_a_worker_of_a_later_release_is_refused_by_both_versions(
+    run: Runner, model: Path, directory: Path
+) -> None:
+    """Guards a hello that cannot be read to its end, answered by silence (45)."""
+
+    async def check() -> None:
+        config = make_config(directory, model, split=True)
+        router = Rig(config)
+        router.launches["decode-0"] = ("-m", "tests.transport.later_worker")
+        async with running(router, "prefill-0", "decode-0"):
+            _, second = router.split(request(LONG[:40]))
+            await router.until(lambda: any(isinstance(m, TransferLost) for _, m in router.messages))
+            (loss,) = [m for _, m in router.messages if isinstance(m, TransferLost)]
+            assert loss.dispatch == second and loss.error.code == "incompatible_peer"
+            assert loss.error.message == (
+                "prefill-0 and decode-0 do not fit: wire_version: 1 here, 2 there; install the "
+                "same release on both sides"
+            )
+        assert loss.error.message in router.logs["prefill-0"]
 
     run(check())
 

@@ -103,6 +103,7 @@ class Rig:
     def __init__(self, config: Path, launch: tuple[str, ...] = ("-m",)) -> None:
         self.config = config
         self._launch = launch
+        self.launches: dict[str, tuple[str, ...]] = {}
         self.incarnation = Incarnation(71)
         self.hellos: dict[WorkerId, tuple[bytes, WorkerHello]] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -126,7 +127,7 @@ class Rig:
         service = "prefill" if name.startswith("prefill") else "decode"
         self.processes[name] = subprocess.Popen(
             [
-                *(sys.executable, *self._launch, f"services.{service}"),
+                *(sys.executable, *self.launches.get(name, self._launch), f"services.{service}"),
                 *("--config", str(config or self.config), "--name", name, "--die-with-parent"),
             ],
             cwd=ROOT,
@@ -167,11 +168,13 @@ class Rig:
             endpoint=hello.kv_endpoint,
         )
 
-    def split(self, work: Request, prefill: str = "prefill-0") -> tuple[DispatchId, DispatchId]:
+    def split(
+        self, work: Request, prefill: str = "prefill-0", decode: str = "decode-0"
+    ) -> tuple[DispatchId, DispatchId]:
         """Dispatch to a pair at the same moment; return (prefill, decode) dispatches."""
         first, second = self.next_dispatch(), self.next_dispatch()
         source = self.source(prefill, first)
-        self.send("decode-0", Expect(dispatch=second, request=work, source=source))
+        self.send(decode, Expect(dispatch=second, request=work, source=source))
         self.send(prefill, self.prefill_message(first, work))
         return first, second
 
