@@ -300,6 +300,7 @@ class WorkerService:
                 kv_dtype=engine.layout.dtype,
                 block_size=engine.layout.block_size,
                 layout=engine.layout.shape_fingerprint(),
+                layers=engine.layout.layers,
             ),
             arena=arena.descriptor(),
             path=settings.transfer.path,

@@ -27,14 +27,15 @@ from shared.messages.router_worker import (
 from tests.conftest import RunAsync
 from tests.transport.worker_rig import (
     BLOCK,
+    LAYERS,
     ROOT,
     Rig,
     make_config,
-    make_model,
     request,
     rig,
     running,
 )
+from tests.unit.engine_models import CONFIGS, save_model
 
 PAIR = ("prefill-0", "decode-0")
 LONG = tuple(3 + i * 7 % 90 for i in range(1500))
@@ -184,29 +185,52 @@ def test_a_source_that_dies_before_it_answers_costs_one_transfer_only(
 def test_a_pair_that_does_not_fit_names_the_differing_fields(
     run: Runner, model: Path, directory: Path
 ) -> None:
-    """Guards KV of another shape being mapped (45)."""
+    """Guards KV of another shape, block size or window being mapped (45), and hashes for words."""
+    windowed = CONFIGS["mistral"]()
+    windowed.num_hidden_layers = LAYERS
+    other = save_model(directory / "windowed", windowed)
+    worker = {"precision": "fp32", "kv_memory": "4MiB", "threads": 1}
+    workers = {"prefill": worker, "decode": worker | {"count": 2}}
+
+    def place(name: str, served: Path, block_size: int = BLOCK) -> Path:
+        (directory / name).mkdir()
+        changes = {"workers": workers, "runtime_dir": str(directory)}
+        config = make_config(directory / name, served, split=True, **changes)
+        tree = msgspec.yaml.decode(config.read_bytes())
+        tree["model"] |= {"block_size": block_size, "max_model_len": 96}
+        config.write_bytes(msgspec.yaml.encode(tree))
+        return config
+
+    unlike = {
+        "decode-0": (place("decode-0", other), "; window: None here, 7 there (layer 0 and 3 more)"),
+        "decode-1": (place("decode-1", model, 8), "do not fit: block_size: 4 here, 8 there"),
+    }
 
     async def check() -> None:
-        config = make_config(directory, model, split=True)
-        (directory / "other").mkdir()
-        other_model = make_model(directory / "other" / "model", hidden=64)
-        other = make_config(
-            directory / "other", other_model, split=True, runtime_dir=str(directory)
-        )
-        async with rig(config, "prefill-0") as router:
-            router.start("decode-0", other)
-            await router.ready("decode-0")
-            _, second = router.split(request(LONG[:40]))
-            await router.until(lambda: any(isinstance(m, TransferLost) for _, m in router.messages))
-            (loss,) = [m for _, m in router.messages if isinstance(m, TransferLost)]
-            assert loss.dispatch == second and loss.error.code == "incompatible_peer"
-            assert "model: " in loss.error.message and "layout: " in loss.error.message
-        refused = "WARNING refused as a reader: incompatible_peer: prefill-0 and decode-0 do not"
-        assert refused in router.logs["prefill-0"]
-        lost = f"WARNING request r: its KV (transfer {loss.transfer}) from prefill-0 is lost: inco"
+        async with rig(place("prefill-0", model), "prefill-0") as router:
+            for name, (config, _) in unlike.items():
+                router.start(name, config)
+            await router.ready(*unlike)
+            dispatches = {router.split(request(LONG[:40]), decode=n)[1]: n for n in unlike}
+            await router.until(lambda: len(losses(router)) == len(unlike))
+            for loss in losses(router):
+                name = dispatches.pop(loss.dispatch)
+                assert loss.error.code == "incompatible_peer"
+                assert loss.error.message.endswith(unlike[name][1]), loss.error.message
+                assert "layout: " not in loss.error.message
+        for loss in losses(router):
+            assert (
+                f"WARNING refused as a reader: incompatible_peer: {loss.error.message}"
+                in (router.logs["prefill-0"])
+            )
+        lost = "WARNING request r: its KV (transfer 1) from prefill-0 is lost: incompatible_peer: "
         assert lost in router.logs["decode-0"]
 
     run(check())
+
+
+def losses(router: Rig) -> list[TransferLost]:
+    return [message for _, message in router.messages if isinstance(message, TransferLost)]
 
 
 def test_a_worker_of_a_later_release_is_refused_by_both_versions(
@@ -220,8 +244,8 @@ def test_a_worker_of_a_later_release_is_refused_by_both_versions(
         router.launches["decode-0"] = ("-m", "tests.transport.later_worker")
         async with running(router, "prefill-0", "decode-0"):
             _, second = router.split(request(LONG[:40]))
-            await router.until(lambda: any(isinstance(m, TransferLost) for _, m in router.messages))
-            (loss,) = [m for _, m in router.messages if isinstance(m, TransferLost)]
+            await router.until(lambda: bool(losses(router)))
+            (loss,) = losses(router)
             assert loss.dispatch == second and loss.error.code == "incompatible_peer"
             assert loss.error.message == (
                 "prefill-0 and decode-0 do not fit: wire_version: 1 here, 2 there; install the "

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import DiptychError, ErrorPayload
+from shared.kv.layout import KvLayout, LayerKv
 from shared.messages.hello import Compatibility
 from tests.unit.message_samples import GOLDEN, LINKS, as_json, members, sample
 
@@ -161,11 +162,58 @@ def test_compatibility_names_every_difference() -> None:
         "kv_dtype": "fp8",
         "block_size": 32,
         "layout": "x",
+        "tensor_parallel": 2,
     }
-    assert set(changes) == set(base.__struct_fields__)
+    assert {*changes, "layers"} == set(base.__struct_fields__)
     for field, value in changes.items():
         other = msgspec.structs.replace(base, **{field: value})
         (sentence,) = base.differences(other)
         assert sentence.startswith(f"{field}: ") and repr(value) in sentence
     for dtype in ("fp32", "fp16", "int8"):  # converted by the reader
         assert base.differences(msgspec.structs.replace(base, kv_dtype=dtype)) == []
+
+
+def compatibility(block_size: int, *layers: LayerKv) -> Compatibility:
+    """Return what a worker with such KV says at hello."""
+    layout = KvLayout(dtype="bf16", block_size=block_size, layers=layers)
+    return Compatibility(
+        model="m",
+        kv_dtype="bf16",
+        block_size=block_size,
+        layout=layout.shape_fingerprint(),
+        layers=layers,
+    )
+
+
+PLAIN, NARROW = LayerKv(2, 64, 64), LayerKv(2, 64, 64, window=512)
+
+
+@pytest.mark.parametrize(
+    ("there", "sentences"),
+    [
+        (compatibility(32, PLAIN, PLAIN, PLAIN), ["block_size: 16 here, 32 there"]),
+        (compatibility(16, PLAIN, PLAIN), ["layers: 3 here, 2 there"]),
+        (
+            compatibility(16, PLAIN, NARROW, PLAIN),
+            ["window: None here, 512 there (layer 1)"],
+        ),
+        (
+            compatibility(16, LayerKv(4, 32, 64), PLAIN, LayerKv(4, 64, 64)),
+            ["heads: 2 here, 4 there (layer 0 and 1 more)", "k_dim: 64 here, 32 there (layer 0)"],
+        ),
+        (
+            compatibility(8, PLAIN, PLAIN, LayerKv(2, 64, 64, shares=0)),
+            ["block_size: 16 here, 8 there", "shares: None here, 0 there (layer 2)"],
+        ),
+    ],
+)
+def test_compatibility_names_what_differs_in_the_layout(
+    there: Compatibility, sentences: list[str]
+) -> None:
+    """Guards two hashes that tell an operator nothing (45)."""
+    here = compatibility(16, PLAIN, PLAIN, PLAIN)
+    assert here.differences(there) == sentences
+    untold = msgspec.structs.replace(there, layers=())
+    (sentence, *_) = here.differences(untold)
+    assert sentence.startswith(("block_size: ", "layout: "))
+    assert here.differences(msgspec.structs.replace(here, layers=())) == []
