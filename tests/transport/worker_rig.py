@@ -187,6 +187,15 @@ class Rig:
         report = self.reports.get(peer)
         return 0 if report is None else getattr(report.counters, name)
 
+    def counted(self, peer: bytes, name: str, count: int) -> bool:
+        """Whether a counter of the last report has come to this number."""
+        return self.counter(peer, name) == count
+
+    def waiting(self, peer: bytes) -> int:
+        """Return how many sequences have no KV yet by the last report."""
+        report = self.reports.get(peer)
+        return 0 if report is None else report.load.waiting
+
     async def restart(self, incarnation: Incarnation) -> None:
         """Come back as another life of the router that knows nobody."""
         self.link.close()
