@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Final
 
@@ -11,8 +11,7 @@ from tests.transport.worker_rig import Rig, make_config, running
 from tools.slow_link.hosts import Hosts
 
 Runner = Callable[[Coroutine[object, object, None]], None]
-Transfer = Mapping[str, object]
-TRANSFER: Final[Transfer] = {
+TRANSFER: Final[dict[str, object]] = {
     "path": "host",
     "notify_layers": 1,
     "lease": "12s",
@@ -30,7 +29,7 @@ def port_of(role: str, hosts: Hosts) -> int:
 class TwoHosts(Rig):
     """Starts each worker inside its namespace, with the config file of its own host."""
 
-    def __init__(self, directory: Path, model: Path, hosts: Hosts, transfer: Transfer) -> None:
+    def __init__(self, directory: Path, model: Path, hosts: Hosts, **changes: object) -> None:
         self.hosts = hosts
         keys = str(generate_keys(directory / "keys"))
         self.configs = {}
@@ -41,13 +40,16 @@ class TwoHosts(Rig):
                 place,
                 model,
                 split=True,
-                transfer=dict(transfer),
-                endpoints={
-                    "router_workers": f"tcp://{hosts.near}:5610",
-                    "kv": f"tcp://0.0.0.0:{port_of(role, hosts)}",
-                    "advertise": address,
+                **{
+                    "transfer": TRANSFER,
+                    "endpoints": {
+                        "router_workers": f"tcp://{hosts.near}:5610",
+                        "kv": f"tcp://0.0.0.0:{port_of(role, hosts)}",
+                        "advertise": address,
+                    },
+                    "security": {"keys": keys},
+                    **changes,
                 },
-                security={"keys": keys},
             )
         super().__init__(self.configs["prefill"])
 
@@ -67,9 +69,12 @@ async def with_hosts(
     model: Path,
     hosts: Hosts,
     test: Callable[[TwoHosts], Coroutine[object, object, None]],
-    transfer: Transfer = TRANSFER,
+    **changes: object,
 ) -> None:
-    """Run a test with one prefill and one decode worker that both said hello."""
-    router = TwoHosts(directory, model, hosts, transfer)
+    """Run a test with one prefill and one decode worker that both said hello.
+
+    ``changes`` are those of ``make_config``, to both hosts' files.
+    """
+    router = TwoHosts(directory, model, hosts, **changes)
     async with running(router, "prefill-0", "decode-0"):
         await test(router)
