@@ -44,6 +44,7 @@ def hosts() -> Iterator[Hosts]:
         ip("-n", SPACE, "link", "set", "lo", "up")
         yield PLACE
     finally:
+        ip("link", "del", CABLE)  # what was cut off in there may keep the namespace for minutes
         ip("netns", "del", SPACE)
 
 
@@ -55,38 +56,51 @@ def run(run_async: RunAsync) -> Runner:
 def test_serving_across_two_hosts_a_partition_and_a_restart(
     run: Runner, model: Path, directory: Path, hosts: Hosts
 ) -> None:
-    """Guards wrong tokens and lasting harm after 5 s without network (14, 15), and after the
-    peer came back at the same address (3)."""
+    """Guards wrong tokens and lasting harm after 5 s without network (14, 15), a cut that stops
+    others than those behind it, and harm after the peer came back at the same address (3)."""
+    # Chunk 120 is one of the second request: there the far worker stops, so that the cut hits it.
+    stall = {"kind": "stall", "chunk": 120, "delay": "3s", "worker": "prefill-0"}
+    short, fresh, meanwhile = LONG[9:99], LONG[5:305], [LONG[at : at + 60] for at in range(20, 28)]
 
     async def check(router: TwoHosts) -> None:
-        right = reference(model, LONG, 8)
-        _, second = router.split(request(LONG, 8))
-        assert await router.output(second) == right
+        right = {p: reference(model, p, 8) for p in (short, LONG, fresh, *meanwhile)}
+        router.start("prefill-1")
+        await router.ready("prefill-1")
+        _, second = router.split(request(short, 8))
+        assert await router.output(second) == right[short]
         port = port_of("prefill", hosts)
         hello = router.hellos[WorkerId("prefill-0")][1]
         assert hello.kv_endpoint == f"tcp://{hosts.far}:{port}"
 
         _, second = router.split(request(LONG, 8))
-        await asyncio.sleep(0.3)
+        peer = router.hellos[WorkerId("decode-0")][0]
+        await router.until(lambda: router.reports[peer].load.receiving > 0)
         hosts.cable("down")
-        await asyncio.sleep(5.0)
+        for prompt in meanwhile:
+            _, other = router.split(request(prompt, 8), prefill="prefill-1")
+            await asyncio.sleep(5.0 / len(meanwhile))
+            assert await router.output(other) == right[prompt], "a pair on this side of the cut"
+        assert second not in router.ended, "it was to be under way"
         hosts.cable("up")
         await recover(router, second, "prefill-0")
-        assert await router.output(second) == right
+        assert await router.output(second) == right[LONG]
 
         router.kill("prefill-0")
         router.start("prefill-0")
         await router.ready("prefill-0")
-        _, second = router.split(request(LONG, 8))
-        assert await router.output(second) == right
-        for worker in ("prefill-0", "decode-0"):
+        _, second = router.split(request(fresh, 8))
+        assert await router.output(second) == right[fresh]
+        for worker in ("prefill-0", "prefill-1", "decode-0"):
             load = await router.settled(worker)
             assert load.blocks_free + load.blocks_cached == load.blocks_total
-        peer = router.hellos[WorkerId("decode-0")][0]
-        await router.until(lambda: bool(router.reports[peer].pairs))
-        assert router.reports[peer].pairs[0].path == "host"
+        await router.until(lambda: len(router.reports[peer].pairs) == 2)
+        far, near_pair = router.reports[peer].pairs
+        assert (far.source, near_pair.source) == ("prefill-0", "prefill-1")
+        assert far.path == near_pair.path == "host"
+        assert near_pair.failed == near_pair.chunks_again == 0
+        assert near_pair.transfers == len(meanwhile)
 
-    run(with_hosts(directory, model, hosts, check))
+    run(with_hosts(directory, model, hosts, check, faults={"chunks": [stall]}))
 
 
 def test_a_host_with_a_wrong_key_gets_nothing(

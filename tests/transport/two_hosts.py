@@ -1,4 +1,4 @@
-"""Workers on two hosts: the prefill worker in a network namespace, the rest in this one."""
+"""Workers on two hosts: prefill-0 in a network namespace, the rest in this one."""
 
 import subprocess
 import sys
@@ -56,9 +56,10 @@ class TwoHosts(Rig):
     def start(self, name: str, config: Path | None = None) -> None:
         role = name.partition("-")[0]
         service = [sys.executable, "-m", f"services.{role}", "--name", name, "--die-with-parent"]
-        inside = self.hosts.inside if role == "prefill" else ()
+        far = name == "prefill-0"
+        config = config or self.configs["prefill" if far else "decode"]
         self.processes[name] = subprocess.Popen(
-            [*inside, *service, "--config", str(config or self.configs[role])],
+            [*(self.hosts.inside if far else ()), *service, "--config", str(config)],
             cwd=Path(__file__).parents[2],
             stderr=subprocess.PIPE,
         )
