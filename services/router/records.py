@@ -95,8 +95,8 @@ class OpenRequest(Struct, eq=False, kw_only=True):
     ``base`` tokens of output came with the request, ``items`` were produced since, ``limit``
     is the most there may be. ``split`` to ``prefill_times`` tell of the attempt that brought
     the first new token, ``decode_worker`` and ``decode_times`` of the last one.
-    ``strikes`` counts failed attempts since the last new token, ``progress`` is the output
-    length at the last failure, ``avoid`` the routing ids of workers that failed it.
+    ``strikes`` counts failed attempts since decoding last came further, ``progress`` is the
+    output length when it had, ``avoid`` the routing ids of workers that failed it.
     """
 
     request: Request

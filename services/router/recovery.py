@@ -22,7 +22,11 @@ RETRY_LAST = 2.0
 
 
 class Recovery:
-    """Retries, bounded by ``max_retries`` failures in a row without a new token."""
+    """Retries, bounded by ``max_retries`` failures in a row without a token from where it decodes.
+
+    The token that every prefill brings counts for nothing: where hand-overs always fail, a request
+    would crawl on by it, one prompt computed for each token.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,8 @@ class Recovery:
         """
         request = leg.open
         self._dispatcher.cancel(leg, tell=tell)
+        if leg.kind != "prefill" and leg.streaming:
+            self._renew(request)
         decode = request.decode
         if leg.kind == "prefill" and decode is not None:
             if decode.streaming:
@@ -89,6 +95,13 @@ class Recovery:
                 worker.abandoned.append(leg.dispatch)
             self.leg_failed(leg, error, now, tell=tell, at_once=True)
 
+    def _renew(self, request: OpenRequest) -> None:
+        """All attempts are there again once decoding has come further than ever."""
+        if request.num_output > request.progress:
+            request.strikes = 0
+            request.avoid.clear()
+            request.progress = request.num_output
+
     def _source_failed(
         self,
         decode: Leg,
@@ -119,10 +132,6 @@ class Recovery:
         at_once: bool,
     ) -> bool:
         """Count a failed attempt; False when it was the last one and the request has ended."""
-        if request.num_output > request.progress:
-            request.strikes = 0
-            request.avoid.clear()
-            request.progress = request.num_output
         request.strikes += 1
         if not error.retryable or request.strikes > self._config.max_retries:
             self._requests.end(request, error=error)

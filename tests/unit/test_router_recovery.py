@@ -65,6 +65,25 @@ def test_a_new_token_renews_the_attempts() -> None:
     assert world.state.counters.failed == 0
 
 
+def test_tokens_of_prefills_alone_renew_no_attempts() -> None:
+    """Guards a request that crawls on, a whole prefill for each token, where KV never arrives."""
+    world = SplitWorld(max_retries=2)
+    prefill, expect = world.start("r", max_tokens=50)
+    for attempt in range(3):
+        world.prefilled(world.prefills[0], prefill.dispatch, attempt, 50 + attempt)
+        world.lost(world.decodes[0], expect.dispatch, prefill.dispatch)
+        if attempt < 2:
+            if not world.to(world.prefills[0], Prefill):
+                world.wait(3.0, *world.prefills, *world.decodes)
+            prefill = world.one(world.prefills[0], Prefill)
+            expect = world.one(world.decodes[0], Expect)
+            assert len(prefill.request.output_ids) == attempt + 1
+    ended = world.one(world.gate, Ended)
+    assert (ended.error.code, ended.error.retryable) == ("transfer_failed", True)
+    assert (ended.num_tokens, ended.timeline.retries) == (3, 2)
+    world.idle()
+
+
 def test_a_gap_in_the_tokens_is_an_error_of_the_dispatch() -> None:
     world = World(deployment_type="colocated")
     gate, mixed = world.gateway(), world.worker("mixed-0")
