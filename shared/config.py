@@ -344,6 +344,12 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
             "asks for it"
         )
     check_faults(deployment.faults or FaultsSection(), source)
+    host = deployment.endpoints.advertise
+    if host is not None and (host in _WILDCARDS or not host or _has_more(host)):
+        raise BadConfig(
+            f"{source}: expected the name or address of this machine, without scheme or port and "
+            f"no wildcard, got {host!r} - at `$.endpoints.advertise`"
+        )
     endpoint = deployment.endpoints.kv
     if endpoint is None:
         return
@@ -361,6 +367,10 @@ def _check_transfer(deployment: Deployment, source: str) -> None:
             f"{source}: `endpoints.kv` listens on every address; `endpoints.advertise` must say "
             "by which host name or address other hosts reach this one"
         )
+
+
+def _has_more(host: str) -> bool:
+    return any(c in host for c in "/[] ") or host.count(":") == 1
 
 
 def _check_roles(deployment: Deployment, source: str) -> None:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from shared.config import Deployment, load_deployment
 from shared.errors import DiptychError
+from tools.doctor.advertise import check_advertise
 from tools.doctor.deployment import check_machine_for, check_memory
 from tools.doctor.devices import check_devices
 from tools.doctor.finding import Finding, attempt, fail, ok
@@ -29,7 +30,7 @@ def examine(config: Path) -> list[Finding]:
     findings += check_devices(deployment)
     findings.append(ok("config", f"{config}: {deployment.name}, {deployment.deployment_type}"))
     findings += _model(deployment)
-    findings += check_peers(deployment)
+    findings += check_peers(deployment) + check_advertise(deployment)
     owner = read_owner(run_paths(deployment).up_lock)
     if owner is not None:
         findings.append(ok("ports", f"{deployment.name} runs as pid {owner.pid} and has them"))
