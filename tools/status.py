@@ -120,7 +120,8 @@ def _requests(counters: RouterCounters) -> str:
 def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
     colour = "yellow" if pair.reason in ("cannot_map", "no_peer_access") else "dim"
     path = "no path yet" if pair.path is None else f"{pair.path} ({pair.reason})"
-    path += ", no longer" if pair.former else ""
+    if pair.former:
+        path = "before a path was found" if pair.path is None else f"{path}, no longer"
     text = (
         f"KV {pair.source} to {worker.worker}: {path}, {pair.transfers} hand-overs, "
         f"{pair.failed} failed, {pair.bytes / 1e6:.1f} MB"

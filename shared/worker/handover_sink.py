@@ -131,6 +131,8 @@ class HandoverSink:
                 self._welcome(key, message, now)
             case PeerRefused():
                 self.source_lost(key, message.error)
+            case UnreadWelcome() if self._sources.ready(key):
+                self._tally.late_messages += 1
             case UnreadWelcome():
                 text = (
                     f"{key.worker} answered what this worker (wire_version {WIRE_VERSION}) cannot "

@@ -105,7 +105,9 @@ def test_a_path_that_is_no_longer_used_is_told_apart() -> None:
         source=WorkerId("prefill-0"), path="host", reason="cannot_map", transfers=3, former=True
     )
     now = PairStatus(source=WorkerId("prefill-0"), path="ipc", reason="self_test", transfers=1)
-    text = " ".join(screen(RouterCounters(), (former, now)).split())
+    none = PairStatus(source=WorkerId("prefill-0"), failed=2, former=True)
+    text = " ".join(screen(RouterCounters(), (none, former, now)).split())
+    assert "to decode-0: before a path was found, 0 hand-overs, 2 failed" in text
     assert "host (cannot_map), no longer, 3 hand-overs" in text
     assert "ipc (self_test), 1 hand-overs" in text
 

@@ -102,6 +102,11 @@ def test_an_answer_that_cannot_be_read_is_a_named_loss_at_once() -> None:
     (loss,) = [e.message for e in bench.all(ToRouter) if isinstance(e.message, TransferLost)]
     assert loss.error.code == "incompatible_peer"
     assert f"{SOURCE.worker} answered what this worker (wire_version 1)" in loss.error.message
+    bench = Bench()
+    bench.expect(1, request(10))
+    bench.welcome()
+    bench.source(heard)  # type: ignore[arg-type]
+    assert not bench.to_router(), "once it is welcome, a spoiled repetition changes nothing"
 
 
 def test_the_router_refuses_a_later_worker_by_both_versions() -> None:
