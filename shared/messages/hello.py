@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Annotated, Final, get_args
 
-import msgspec
 from msgspec import Meta, Struct
 
 from shared.kv.layout import KvDtype, LayerKv
