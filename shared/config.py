@@ -6,7 +6,7 @@ hands its parts single values; the tree itself is not passed around.
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal
 
 import msgspec
 import msgspec.inspect
@@ -18,10 +18,8 @@ from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
 from shared.messages.fleet import CodecRule, PathRule
 from shared.precision import PrecisionRule, kv_dtype_for
+from shared.units import ByteSize, Seconds, parse_address, units_to_numbers
 from shared.yaml_file import read_mapping
-
-Seconds = NewType("Seconds", float)
-ByteSize = NewType("ByteSize", int)
 
 _NAME_PATTERN = r"^[a-z0-9-]{1,32}$"
 _PATTERNS = {DEVICE_PATTERN: "cpu, cuda, cuda:N", _NAME_PATTERN: "1 to 32 of a-z, 0-9 and -"}
@@ -175,69 +173,6 @@ class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     runtime_dir: str | None = None
 
 
-_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_size(text: object) -> ByteSize:
-    """Read ``512MiB``, ``8GiB`` or a plain number of bytes; more than zero."""
-    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)?", str(text).strip(), re.ASCII)
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"expected a size such as 512MiB or 8GiB, got {text!r}")
-    return ByteSize(int(match[1]) * _UNITS[match[2] or "B"])
-
-
-def parse_duration(text: object) -> Seconds:
-    """Read ``200ms``, ``30s``, ``5m`` or a plain number of seconds; more than zero."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip(), re.ASCII)
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"expected a duration such as 200ms or 30s, got {text!r}")
-    return Seconds(float(match[1]) * _TIMES[match[2] or "s"])
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Read ``host:port`` or ``[ipv6]:port``; port 0 lets the system choose."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})", text, re.ASCII)
-    if match is None or int(match[3]) > 65535:
-        raise ValueError(f"expected host:port such as 127.0.0.1:8000, got {text!r}")
-    return match[1] or match[2], int(match[3])
-
-
-_SIZE_KEYS = {"kv_memory", "max_body", "chunk_size"}
-_DURATION_KEYS = {
-    "lease",
-    "heartbeat",
-    "stall_timeout",
-    "delay",
-    "worker_timeout",
-    "hung_after",
-    "drain_timeout",
-    "no_worker_timeout",
-    "request_timeout",
-}
-_FREE_KEYS = {"api_keys"}
-
-
-def _units_to_numbers(node: object, path: str) -> object:
-    """Replace sizes and durations written with units by plain numbers."""
-    if isinstance(node, list):
-        return [_units_to_numbers(item, f"{path}[{i}]") for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    out: dict[object, object] = {}
-    for key, value in node.items():
-        where = f"{path}.{key}"
-        try:
-            if key in _SIZE_KEYS:
-                value = parse_size(value)
-            elif key in _DURATION_KEYS:
-                value = parse_duration(value)
-        except ValueError as error:
-            raise BadConfig(f"{error} - at `{where}`") from None
-        out[key] = value if key in _FREE_KEYS else _units_to_numbers(value, where)
-    return out
-
-
 def load_deployment(path: str | Path) -> Deployment:
     """Read and check a deployment file.
 
@@ -246,7 +181,7 @@ def load_deployment(path: str | Path) -> Deployment:
     """
     tree: object = read_mapping(Path(path))
     try:
-        tree = _units_to_numbers(tree, "$")
+        tree = units_to_numbers(tree, "$")
         deployment = msgspec.convert(tree, Deployment, strict=True)
     except BadConfig as error:
         raise BadConfig(f"{path}: {error.message}") from error

@@ -2,8 +2,9 @@
 
 import ipaddress
 
-from shared.config import Deployment, parse_address
+from shared.config import Deployment
 from shared.errors import BadConfig
+from shared.units import parse_address
 
 
 def check_front_door(deployment: Deployment) -> None:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from shared.config import Deployment, SecuritySection, parse_address
+from shared.config import Deployment, SecuritySection
 from shared.errors import BadConfig
 from shared.front_door import check_front_door
 from shared.runtime import client_endpoint, router_gateways_endpoint, runtime_dir
+from shared.units import parse_address
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import zmq
 
-from shared.config import Seconds
 from shared.fault_rules import ChunkFault, FaultsSection
 from shared.kv.arena import KvArena
 from shared.kv.codecs.frame import CodecName, EncodedBlocks
@@ -28,6 +27,7 @@ from shared.transport.bulk.reader import (
 )
 from shared.transport.bulk.server import HostServer
 from shared.transport.bulk.source_link import Peer
+from shared.units import Seconds
 from shared.worker.events import SourceKey
 from tests.conftest import RunAsync
 from tests.transport.harness import Context

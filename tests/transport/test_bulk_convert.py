@@ -8,13 +8,13 @@ import pytest
 import torch
 import zmq
 
-from shared.config import Seconds
 from shared.fault_rules import ChunkFault
 from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kv.codecs.frame import CodecName
 from shared.kv.layout import KvDtype
 from shared.transport.bulk.fetches import Failed
 from shared.transport.bulk.reader import Fetched
+from shared.units import Seconds
 from tests.transport.harness import Context
 from tests.transport.test_bulk_codecs import TOKENS
 from tests.transport.test_bulk_link import BLOCKS, CHUNKS, FAST, LAYOUT, Ends

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from shared.config import Seconds, SecuritySection
+from shared.config import SecuritySection
 from shared.errors import ResourceMissing
 from shared.fault_rules import ChunkFault, FaultsSection
 from shared.ids import Incarnation, WorkerId
@@ -34,6 +34,7 @@ from shared.transport.bulk.reader import (
 from shared.transport.bulk.server import HostServer
 from shared.transport.bulk.source_link import Peer
 from shared.transport.security import generate_keys, security_for
+from shared.units import Seconds
 from shared.worker.events import SourceKey
 from tests.conftest import RunAsync
 from tests.transport.harness import Context

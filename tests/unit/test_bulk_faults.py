@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from shared.config import Seconds
 from shared.fault_rules import ChunkFault, CopyFault, FaultsSection
 from shared.messages.bulk import Chunk
 from shared.transport.bulk.faults import FaultyCopies, FaultyLink, Parcel
+from shared.units import Seconds
 
 
 def parcel(number: int) -> Parcel:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import load_deployment, parse_address, parse_duration, parse_size
+from shared.config import load_deployment
 from shared.errors import BadConfig
 from shared.runtime import worker_ids
+from shared.units import parse_address, parse_duration, parse_size
 from shared.worker.settings import worker_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

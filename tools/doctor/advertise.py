@@ -6,10 +6,11 @@ from typing import Final
 
 import psutil
 
-from shared.config import Deployment, parse_address
+from shared.config import Deployment
 from shared.errors import ResourceMissing
 from shared.ids import WorkerId
 from shared.runtime import advertised, bulk_endpoint, kv_endpoint, runtime_dir, worker_ids
+from shared.units import parse_address
 from tools.doctor.finding import Finding, fail, ok, warn
 
 _KEY: Final = "`endpoints.advertise`"

@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from shared.config import Deployment, WorkerSection, parse_address
+from shared.config import Deployment, WorkerSection
 from shared.errors import BadConfig, ResourceMissing
 from shared.front_door import check_front_door
 from shared.kv.memory import available_memory
@@ -18,6 +18,7 @@ from shared.runtime import (
 )
 from shared.transport.ipc_file import check_path
 from shared.transport.security import security_for
+from shared.units import parse_address
 from tools.doctor.finding import Finding, attempt
 
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.625}
