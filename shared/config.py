@@ -16,7 +16,7 @@ from shared.device.names import DEVICE_PATTERN, device_problem, transfer_problem
 from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
-from shared.messages.fleet import CodecRule, PathRule
+from shared.messages.fleet import CodecRule, PathRule, PipelineRule
 from shared.precision import PrecisionRule, kv_dtype_for
 from shared.yaml_file import read_mapping
 
@@ -67,7 +67,9 @@ class WorkersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """KV hand-over. ``notify_layers``: layers per ready notification while prefill computes.
+    """KV hand-over. ``pipeline``: announce layers while prefill computes the next ones; ``auto``
+    where a pair's own hand-overs show that it pays. ``notify_layers``: layers per announcement;
+    ``auto`` by their bytes.
 
     ``path``: ``ipc`` copies out of shared memory, ``host`` sends over sockets, ``auto`` takes
     ``ipc`` where a self-test proves it and ``host`` elsewhere, ``nixl`` reads by the library
@@ -78,8 +80,8 @@ class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     path: PathRule = "auto"
-    pipeline: bool = True
-    notify_layers: Positive = 8
+    pipeline: PipelineRule = "auto"
+    notify_layers: Positive | Literal["auto"] = "auto"
     codec: CodecRule = "none"
     chunk_size: ByteSize = ByteSize(512 << 10)
     window: Annotated[int, Meta(ge=1, le=1024)] = 32
@@ -283,7 +285,12 @@ def _fields(node: msgspec.inspect.Type) -> dict[str, msgspec.inspect.Type]:
 
 def _literals(node: msgspec.inspect.Type) -> list[str]:
     literals = [arm for arm in _arms(node) if isinstance(arm, msgspec.inspect.LiteralType)]
-    return [str(value) for arm in literals for value in arm.values]
+    words = [str(value) for arm in literals for value in arm.values]
+    if words and any(isinstance(arm, msgspec.inspect.BoolType) for arm in _arms(node)):
+        words = ["true", "false", *words]
+    if words and any(isinstance(arm, msgspec.inspect.IntType) for arm in _arms(node)):
+        words = ["a number", *words]
+    return words
 
 
 def check_deployment(deployment: Deployment, source: str) -> None:

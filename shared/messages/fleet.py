@@ -37,6 +37,15 @@ know the codec; ``shared_memory``, nothing travels.
 """
 
 
+PipelineRule = bool | Literal["auto"]
+PipelineReason = Literal["configured", "measuring", "faster", "not_faster"]
+"""Why a pair's newest hand-over was announced while it was computed, or was not.
+
+``faster`` and ``not_faster``: measured by the pair's own hand-overs, of which ``measuring`` has
+not seen enough yet.
+"""
+
+
 class WorkerCounters(Struct, frozen=True, kw_only=True):
     """Monotonic since process start. Seconds are floats, the rest are counts."""
 
@@ -66,7 +75,8 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     up (they overlap), ``visible_seconds`` those between the end of the prefills and the
     arrival of their KV. ``chunks_again`` had to be asked for more than once. ``bytes`` are
     those put into the pool, ``wire_bytes`` those that came over a socket, in their newest
-    ``codec``.
+    ``codec``. Of the ``transfers`` so many as ``pipelined`` were announced while they were
+    computed, and had ``pipelined_visible_seconds`` of the visible ones.
     """
 
     source: WorkerId
@@ -81,6 +91,9 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     codec: str | None = None
     codec_reason: CodecReason | None = None
     wire_bytes: int = 0
+    pipelined: int = 0
+    pipelined_visible_seconds: float = 0.0
+    pipeline_reason: PipelineReason | None = None
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

@@ -3,13 +3,15 @@
 from msgspec import Struct
 
 from shared.ids import WorkerId
-from shared.messages.fleet import CodecReason, KvPath, PairStatus, PathReason
+from shared.messages.fleet import CodecReason, KvPath, PairStatus, PathReason, PipelineRule
 from shared.worker.events import Copied, PathChosen
+from shared.worker.pipelining import PipelineGate
 
 _MAX_PAIRS = 256
 
 
 class _Pair(Struct):
+    gate: PipelineGate
     path: KvPath | None = None
     reason: PathReason | None = None
     codec: str | None = None
@@ -21,12 +23,15 @@ class _Pair(Struct):
     visible_seconds: float = 0.0
     chunks_again: int = 0
     wire_bytes: int = 0
+    pipelined: int = 0
+    pipelined_visible_seconds: float = 0.0
 
 
 class Pairs:
     """The newest ``_MAX_PAIRS`` sources; a restarted source continues its line."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipeline: PipelineRule = True) -> None:
+        self._pipeline = pipeline
         self._pairs: dict[WorkerId, _Pair] = {}
 
     def chosen(self, event: PathChosen) -> None:
@@ -34,6 +39,15 @@ class Pairs:
         pair = self._of(event.source.worker)
         pair.path, pair.reason = event.path, event.reason
         pair.codec, pair.codec_reason = None, event.codec_reason
+
+    def measurable(self, source: WorkerId) -> bool:
+        """Return whether this source's path is known: the first hand-overs wait for its test."""
+        pair = self._pairs.get(source)
+        return pair is not None and pair.path is not None
+
+    def pipelines(self, source: WorkerId, tokens: int) -> bool:
+        """Return whether the next hand-over is announced while it is computed."""
+        return self._of(source).gate.choose(tokens)
 
     def copied(self, source: WorkerId, event: Copied) -> None:
         """A copy job of this source is over."""
@@ -44,11 +58,27 @@ class Pairs:
         pair.chunks_again += event.again
         pair.codec = event.codec
 
-    def arrived(self, source: WorkerId, visible: float) -> None:
-        """A hand-over is complete, ``visible`` seconds after its prefill was."""
+    def arrived(
+        self,
+        source: WorkerId,
+        visible: float,
+        *,
+        tokens: int = 0,
+        pipelined: bool = False,
+        fair: bool = False,
+    ) -> None:
+        """A hand-over is complete, ``visible`` seconds after its prefill was.
+
+        ``fair``: nothing but the copies held it up, so it tells which way is the faster one.
+        """
         pair = self._of(source)
         pair.transfers += 1
         pair.visible_seconds += visible
+        if pipelined:
+            pair.pipelined += 1
+            pair.pipelined_visible_seconds += visible
+        if fair:
+            pair.gate.arrived(tokens, visible, pipelined=pipelined)
 
     def failed(self, source: WorkerId) -> None:
         """A hand-over was given up."""
@@ -70,6 +100,9 @@ class Pairs:
                 codec=pair.codec,
                 codec_reason=pair.codec_reason,
                 wire_bytes=pair.wire_bytes,
+                pipelined=pair.pipelined,
+                pipelined_visible_seconds=pair.pipelined_visible_seconds,
+                pipeline_reason=pair.gate.reason,
             )
             for source, pair in self._pairs.items()
         )
@@ -79,5 +112,5 @@ class Pairs:
         if pair is None:
             while len(self._pairs) >= _MAX_PAIRS:
                 del self._pairs[next(iter(self._pairs))]
-            pair = self._pairs[source] = _Pair()
+            pair = self._pairs[source] = _Pair(PipelineGate(self._pipeline))
         return pair

@@ -176,9 +176,7 @@ class WorkerService:
             self.post,
         )
         self._movers = self._movers_for(arena, identity)
-        self._engine = StepRunner(
-            engine, thread, self.post, layers=limits.layers, notify_layers=settings.notify_layers
-        )
+        self._engine = StepRunner(engine, thread, self.post)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the state machine says that it is over."""
@@ -384,6 +382,8 @@ def _limits(settings: WorkerSettings, engine: Engine, arena: SharedKv) -> Worker
         layers=len(engine.layout.layers),
         windows=storage_windows(engine.layout),
         pipeline=settings.pipeline,
+        notify_layers=settings.notify_layers,
+        token_bytes=engine.layout.token_bytes,
         lease=settings.lease,
         heartbeat=settings.heartbeat,
         drain_timeout=settings.drain_timeout,

@@ -110,7 +110,7 @@ class Sources:
         return [k for k, s in self._known.items() if not s.ready and s.deadline <= now]
 
     def renew(
-        self, key: SourceKey, needed: list[TransferId], unheard: list[TransferId], now: float
+        self, key: SourceKey, needed: list[TransferId], unheard: list[OpenTransfer], now: float
     ) -> None:
         """Renew leases once per heartbeat, and ask again for what was never announced."""
         source = self._known[key]
@@ -119,8 +119,8 @@ class Sources:
         source.renewed = now
         if needed:
             self.send(key, RenewLeases(transfers=tuple(needed)))
-        for transfer in unheard:
-            self.send(key, OpenTransfer(transfer=transfer))
+        for subscription in unheard:
+            self.send(key, subscription)
 
     def connected(self) -> list[SourceKey]:
         """Return all connected sources."""

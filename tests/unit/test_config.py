@@ -76,6 +76,8 @@ def _write(tmp_path: Path, text: str) -> Path:
         ("kv_reuse: {prefix: maybe}", ["Expected `bool`", "`$.kv_reuse.prefix`"]),
         ("kv_reuse: {semantic: true}", ["unknown field `semantic`", "allowed: prefix"]),
         ("transfer: {path: rdma}", ["'rdma'", "`$.transfer.path`", "allowed: auto, host, ipc"]),
+        ("transfer: {pipeline: maybe}", ["`$.transfer.pipeline`", "allowed: true, false, auto"]),
+        ("transfer: {notify_layers: all}", ["notify_layers`", "allowed: a number, auto"]),
         ("router: {on_no_prefill: wat}", ["`$.router.on_no_prefill`", "fail, local, wait"]),
         ("router: {max_queue: 0}", [">= 1", "`$.router.max_queue`"]),
         ("router: {worker_timeout: 5 parsecs}", ["'5 parsecs'", "30s", "$.router.worker_timeout"]),

@@ -28,7 +28,7 @@ def two_pairs() -> tuple[PairStatus, ...]:
         pairs.copied(NEAR.worker, Copied(job, 100, 0.25))
     pairs.copied(FAR.worker, Copied(9, 1000, 2.0, 4, wire_bytes=520, codec="int8"))
     pairs.arrived(NEAR.worker, 0.0)
-    pairs.arrived(FAR.worker, 0.5)
+    pairs.arrived(FAR.worker, 0.5, tokens=9, pipelined=True)
     pairs.failed(FAR.worker)
     return pairs.snapshot()
 
@@ -91,10 +91,13 @@ def test_the_metrics_page_tells_the_pairs_apart() -> None:
         ("failed", 0, 1),
         ("chunks_again", 0, 4),
         ("visible_seconds", 0, 0.5),
+        ("pipelined", 0, 1),
+        ("pipelined_visible_seconds", 0, 0.5),
     ):
         found = dict(
             re.findall(rf'diptych_kv_{name}_total{{.*source="(prefill-\d)".*}} ([\d.]+)', page)
         )
         assert {k: float(v) for k, v in found.items()} == {"prefill-0": near, "prefill-1": far}
     assert 'source="prefill-0",worker="decode-0"' in page.replace("\n", "")
+    assert 'diptych_kv_pipelining{reason="configured",source="prefill-1",worker="decode-0"}' in page
     assert 'path="ipc",reason="self_test"' in page and 'reason="other_host"' in page

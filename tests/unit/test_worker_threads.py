@@ -66,10 +66,10 @@ class Inbox:
         return self.events
 
 
-async def run_steps(engine: FakeEngine, announce: bool, count: int) -> list[Event]:
+async def run_steps(engine: FakeEngine, announce: tuple[int, ...], count: int) -> list[Event]:
     inbox = Inbox()
     with ThreadPoolExecutor(1) as thread:
-        runner = StepRunner(engine, thread, inbox.post, layers=7, notify_layers=3)
+        runner = StepRunner(engine, thread, inbox.post)
         runner.submit(RunStep(1, StepInput(), announce))
         return await inbox.until(count)
 
@@ -77,13 +77,13 @@ async def run_steps(engine: FakeEngine, announce: bool, count: int) -> list[Even
 def test_layers_are_told_every_few_and_the_last_ones_before_the_end_of_the_step(
     run_async: RunAsync,
 ) -> None:
-    events = run_async(run_steps(FakeEngine(), True, 4))
+    events = run_async(run_steps(FakeEngine(), (3, 6, 7), 4))
     assert events[:3] == [LayersWritten(1, 3), LayersWritten(1, 6), LayersWritten(1, 7)]
     assert isinstance(events[3], StepDone)
 
 
 def test_without_a_reader_no_layer_is_told(run_async: RunAsync) -> None:
-    (done,) = run_async(run_steps(FakeEngine(), False, 1))
+    (done,) = run_async(run_steps(FakeEngine(), (), 1))
     assert isinstance(done, StepDone) and done.step == 1
 
 

@@ -32,6 +32,7 @@ from shared.worker.events import (
     CopyFailed,
     Event,
     LayersWritten,
+    PathChosen,
     ReaderLost,
     ReaderSaid,
     SourceKey,
@@ -232,6 +233,7 @@ class World:
                     node.posted.append(SourceLost(effect.source, LOST))
                 else:
                     node.arenas[effect.source] = memory
+                    node.posted.append(PathChosen(effect.source, "ipc", "self_test"))
             case CloseSource():
                 if node.links.get(effect.source.worker) == effect.source:
                     del node.links[effect.source.worker]

@@ -1,18 +1,21 @@
 """What ``diptych bench transfer`` measures, and what it finds."""
 
+from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
 
 from shared.kv.codecs.frame import CodecName
 from shared.kv.layout import KvLayout
+from shared.worker.pipelining import announced_layers
 from tools.slow_link.shaping import LinkProfile
 
 Path = Literal["ipc", "host"]
 
 
 class TransferPlan(Struct, frozen=True, kw_only=True):
-    """What to measure. ``prefill_rate``: tokens per second of the paced prefill.
+    """What to measure. ``prefill_rate``: tokens per second of the paced prefill, whose layers are
+    announced as a worker does or, if set, every ``notify_layers``.
 
     ``codecs`` are those of the ``host`` path, plain (``none``) first. With a ``link`` the sender
     is on another host at its far end, and only ``host`` is measured. ``device``: where both pools
@@ -23,7 +26,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...]
     prefill_rate: float
     chunk_tokens: int = 512
-    notify_layers: int = 8
+    notify_layers: int | None = None
     chunk_bytes: int = 512 << 10
     slots: int = 32
     repeats: int = 5
@@ -96,8 +99,8 @@ def schedule(plan: TransferPlan, tokens: int, *, pipeline: bool) -> list[Span]:
     for start in range(0, tokens, plan.chunk_tokens):
         end = min(tokens, start + plan.chunk_tokens)
         blocks = start // size, -(-end // size)
-        for first in range(0, layers, plan.notify_layers):
-            last = min(layers, first + plan.notify_layers)
+        ends = announced_layers(plan.layout.token_bytes, end - start, plan.notify_layers)
+        for first, last in pairwise((0, *ends)):
             at = (start + (end - start) * last / layers) / plan.prefill_rate
             spans.append(Span(at, first, last, *blocks))
     return spans
