@@ -75,7 +75,8 @@ class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``ipc`` where a self-test proves it and ``host`` elsewhere, ``nixl`` reads by the library
     of that name where both sides have it, else as ``host``, decided once per pair. On
     ``host`` a reader has ``window`` slots for chunks of ``chunk_size`` bytes, and asks again after
-    ``stall_timeout`` without one. ``codec`` makes the bytes fewer there, with a loss; ``auto``
+    ``stall_timeout`` without one; its chunks are divided among ``sockets`` connections to each
+    source. ``codec`` makes the bytes fewer there, with a loss; ``auto``
     takes one where the link is so slow that it pays.
     """
 
@@ -85,6 +86,7 @@ class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     codec: CodecRule = "none"
     chunk_size: ByteSize = ByteSize(512 << 10)
     window: Annotated[int, Meta(ge=1, le=1024)] = 32
+    sockets: Annotated[int, Meta(ge=1, le=16)] = 1
     stall_timeout: Seconds = Seconds(2.0)
     lease: Seconds = Seconds(30.0)
     heartbeat: Seconds = Seconds(5.0)

@@ -174,6 +174,7 @@ class WorkerService:
             settings.router_endpoint,
             settings.security,
             self.post,
+            settings.transfer.sockets,
         )
         self._movers = self._movers_for(arena, identity)
         self._engine = StepRunner(engine, thread, self.post)
@@ -346,7 +347,11 @@ class WorkerService:
                 security=settings.security,
                 limits=ReaderLimits(
                     chunk_bytes=transfer.chunk_size,
-                    fetch=FetchLimits(slots=transfer.window, stall=transfer.stall_timeout),
+                    fetch=FetchLimits(
+                        slots=transfer.window,
+                        stall=transfer.stall_timeout,
+                        sockets=transfer.sockets,
+                    ),
                 ),
                 extras=Extras(_copy_faults(settings), self._nixl),
             )

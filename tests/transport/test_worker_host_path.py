@@ -62,7 +62,7 @@ async def nothing_is_left(router: Rig, *workers: str) -> None:
         (SMALL, "ipc"),
         ({**HOST, "pipeline": True}, "tcp"),
         ({**HOST, "pipeline": False, "path": ELSEWHERE}, "tcp"),
-        ({**HOST, "pipeline": "auto", "notify_layers": "auto"}, "tcp"),
+        ({**HOST, "pipeline": "auto", "notify_layers": "auto", "sockets": 3}, "tcp"),
     ],
 )
 def test_a_pair_over_sockets_equals_the_reference(

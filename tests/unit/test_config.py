@@ -77,6 +77,7 @@ def _write(tmp_path: Path, text: str) -> Path:
         ("kv_reuse: {semantic: true}", ["unknown field `semantic`", "allowed: prefix"]),
         ("transfer: {path: rdma}", ["'rdma'", "`$.transfer.path`", "allowed: auto, host, ipc"]),
         ("transfer: {pipeline: maybe}", ["`$.transfer.pipeline`", "allowed: true, false, auto"]),
+        ("transfer: {sockets: 0}", [">= 1", "`$.transfer.sockets`"]),
         ("transfer: {notify_layers: all}", ["notify_layers`", "allowed: a number, auto"]),
         ("router: {on_no_prefill: wat}", ["`$.router.on_no_prefill`", "fail, local, wait"]),
         ("router: {max_queue: 0}", [">= 1", "`$.router.max_queue`"]),

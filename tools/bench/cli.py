@@ -92,6 +92,9 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
         512
     )
     slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1, max=1024)] = 32
+    sockets: Annotated[
+        int, typer.Option(help="Measure the host path over so many sockets, too.", min=1, max=16)
+    ] = 1
     repeats: Annotated[int, typer.Option(help="Runs per figure; the median counts.", min=1)] = 5
     rate: Annotated[
         float, typer.Option(help="Gbit/s of a simulated link, 0: no limit.", min=0, max=1000)
@@ -136,6 +139,7 @@ def bench_transfer(options: TransferOptions) -> int:
         prefill_rate=options.prefill_rate,
         chunk_bytes=options.chunk << 10,
         slots=options.slots,
+        sockets=options.sockets,
         repeats=options.repeats,
         codecs=parse_codecs(options.codec),
         link=link_profile(options.rate, options.delay, options.loss),

@@ -53,20 +53,25 @@ def measure(plan: TransferPlan, note: Callable[[str], None]) -> list[TransferRow
             hosts = stack.enter_context(slow_link(plan.link, LARGE_MTU))
             inside, address = hosts.inside, hosts.far
         spec = SourceSpec(
-            layout=plan.layout, num_blocks=most, chunk_bytes=plan.chunk_bytes, address=address
+            layout=plan.layout,
+            num_blocks=most,
+            chunk_bytes=plan.chunk_bytes,
+            address=address,
+            sockets=plan.sockets,
         )
         process, ready = stack.enter_context(source_process(spec, inside))
         target = stack.enter_context(_pool(plan, most))
         source = KvArena.open(ready.arena, plan.layout)
         stack.callback(source.close)
-        context = stack.enter_context(own_context())
+        context = stack.enter_context(own_context(plan.sockets))
         raw = stack.enter_context(raw_socket(context, ready.raw_endpoint))
         movers: list[Mover] = []
         for path, codec in plan.movers:
             if path == "ipc":
                 movers.append(IpcMover(source, target))
                 continue
-            host = HostMover(context, plan, ready, target, codec)
+            sockets = 1 if path == "host" else plan.sockets
+            host = HostMover(context, plan, ready, target, codec, sockets=sockets)
             stack.callback(host.close)
             movers.append(host)
         for tokens in plan.lengths:
@@ -100,7 +105,7 @@ def rounds(
     for number in range(-1, max(plan.repeats, _PACED)):  # the first one warms
         for (path, codec), mover, found in zip(plan.movers, movers, times, strict=True):
             note(f"{path} {codec}, {tokens} tokens")
-            reference = _raw(raw, size, plan.chunk_bytes) if path == "host" else copy()
+            reference = copy() if path == "ipc" else _raw(raw, size, plan.chunk_bytes)
             cpu = _cpu(process)
             seconds, found.wire = _timed(mover, at_once)
             cpu = _cpu(process) - cpu
@@ -224,9 +229,9 @@ def _compare(expected: KvArena, target: KvArena, blocks: int) -> None:
 
 
 @contextmanager
-def own_context() -> Iterator[Context]:
-    """Make a context and end it."""
-    context: Context = zmq.Context()
+def own_context(sockets: int = 1) -> Iterator[Context]:
+    """Make a context with a thread for each of so many sockets, and end it."""
+    context: Context = zmq.Context(sockets)
     try:
         yield context
     finally:

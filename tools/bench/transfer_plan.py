@@ -1,7 +1,6 @@
 """What ``diptych bench transfer`` measures, and what it finds."""
 
 from itertools import pairwise
-from typing import Literal
 
 from msgspec import Struct
 
@@ -10,7 +9,8 @@ from shared.kv.layout import KvLayout
 from shared.worker.pipelining import announced_layers
 from tools.slow_link.shaping import LinkProfile
 
-Path = Literal["ipc", "host"]
+Path = str
+"""``ipc``, ``host``, or ``host x2``: the same over two sockets."""
 
 
 class TransferPlan(Struct, frozen=True, kw_only=True):
@@ -19,7 +19,8 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
 
     ``codecs`` are those of the ``host`` path, plain (``none``) first. With a ``link`` the sender
     is on another host at its far end, and only ``host`` is measured. ``device``: where both pools
-    are, or sender's and reader's with a comma between.
+    are, or sender's and reader's with a comma between. With several ``sockets`` the plain bytes of
+    ``host`` are measured over so many, too.
     """
 
     layout: KvLayout
@@ -33,11 +34,14 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
     codecs: tuple[CodecName, ...] = ("none",)
     link: LinkProfile | None = None
     device: str = "cpu"
+    sockets: int = 1
 
     @property
     def movers(self) -> tuple[tuple[Path, CodecName], ...]:
         """Every path with its codec, in the order of the report."""
         host: tuple[tuple[Path, CodecName], ...] = tuple(("host", name) for name in self.codecs)
+        if self.sockets > 1:
+            host += ((f"host x{self.sockets}", "none"),)
         return host if self.link is not None else (("ipc", "none"), *host)
 
     def blocks(self, tokens: int) -> int:

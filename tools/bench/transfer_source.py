@@ -34,7 +34,8 @@ RAW_HWM: Final = 16
 class SourceSpec(Struct, frozen=True, kw_only=True):
     """The pool to make, the size of raw messages, and the address to be reached at.
 
-    On a GPU twice ``slots`` chunks are staged, as a worker does.
+    On a GPU twice ``slots`` chunks are staged, as a worker does. ``sockets``: threads that carry
+    bytes, as a worker has for so many.
     """
 
     layout: KvLayout
@@ -43,6 +44,7 @@ class SourceSpec(Struct, frozen=True, kw_only=True):
     address: str
     device: str = "cpu"
     slots: int = 32
+    sockets: int = 1
 
 
 class SourceReady(Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ def main() -> None:
     """Serve until standard input ends."""
     spec = msgspec.json.decode(sys.argv[1], type=SourceSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started us
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(spec.sockets)
     try:
         arena, stage = _filled(spec)
         server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench", stage=stage)
