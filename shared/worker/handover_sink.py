@@ -127,6 +127,7 @@ class HandoverSink:
         if key not in self._sources:
             self._tally.late_messages += 1
             return
+        self._sources.heard(key, now)
         match message:
             case PeerWelcome():
                 self._welcome(key, message, now)

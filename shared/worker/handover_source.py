@@ -98,10 +98,16 @@ class HandoverSource:
             elif len(self._early) >= self._limits.max_open and transfer not in self._early:
                 self._send_gone(peer, transfer, _error("too many early subscriptions"))
             else:
-                self._early[transfer] = Early(peer, now + self._limits.lease, message.pipelined)
+                # Asking again is no reason to wait longer: the prefill may have come and gone.
+                before = self._early.get(transfer)
+                until = before.deadline if before is not None else now + self._limits.lease
+                self._early[transfer] = Early(peer, until, message.pipelined)
             return
         if handover.reader != reader:
             self._send_gone(peer, transfer, _error(f"the KV is meant for {handover.reader}"))
+            return
+        if handover.aborted:
+            self._send_gone(peer, transfer, _error("it was given up before"))
             return
         handover.peer = peer
         handover.pipelined = self._limits.pipeline is not False and message.pipelined
