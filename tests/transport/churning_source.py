@@ -54,7 +54,7 @@ def stamp(block: int, generation: int) -> int:
 
 def fill(arena: KvArena, block: int, word: int) -> None:
     """Fill a block in all layers."""
-    for layer in range(len(LAYOUT.layers)):
+    for layer in range(len(arena.layout.layers)):
         for part in arena.raw(layer):
             part[block].view(np.uint64)[:] = word
 
