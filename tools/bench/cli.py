@@ -114,7 +114,7 @@ def bench_transfer(options: TransferOptions) -> int:
 
     Rates stand beside memcpy and two bare ZeroMQ sockets, measured in the same run. A simulated
     link puts the sender on a host of its own (a network namespace, which needs root). On GPUs the
-    rate of CUDA IPC stands beside a copy within one.
+    rate of CUDA IPC stands beside a copy within one. Where NIXL is installed it has a row, too.
 
     Examples:
 
@@ -124,6 +124,7 @@ def bench_transfer(options: TransferOptions) -> int:
 
     `diptych bench transfer --device cuda:0,cuda:1 --tokens 1024,8192`
     """
+    from tools.bench.transfer_nixl import nixl_works
     from tools.bench.transfer_plan import TransferPlan
     from tools.bench.transfer_report import (
         link_profile,
@@ -144,6 +145,7 @@ def bench_transfer(options: TransferOptions) -> int:
         codecs=parse_codecs(options.codec),
         link=link_profile(options.rate, options.delay, options.loss),
         device=options.device,
+        nixl=options.device == "cpu" and nixl_works(),
     )
     return run_bench(plan, options.out, Console())
 

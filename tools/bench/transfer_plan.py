@@ -10,7 +10,7 @@ from shared.worker.pipelining import announced_layers
 from tools.slow_link.shaping import LinkProfile
 
 Path = str
-"""``ipc``, ``host``, or ``host x2``: the same over two sockets."""
+"""``ipc``, ``host``, ``nixl``, or ``host x2``: the same over two sockets."""
 
 
 class TransferPlan(Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
     ``codecs`` are those of the ``host`` path, plain (``none``) first. With a ``link`` the sender
     is on another host at its far end, and only ``host`` is measured. ``device``: where both pools
     are, or sender's and reader's with a comma between. With several ``sockets`` the plain bytes of
-    ``host`` are measured over so many, too.
+    ``host`` are measured over so many, too. ``nixl``: that library is there to be measured.
     """
 
     layout: KvLayout
@@ -35,6 +35,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
     link: LinkProfile | None = None
     device: str = "cpu"
     sockets: int = 1
+    nixl: bool = False
 
     @property
     def movers(self) -> tuple[tuple[Path, CodecName], ...]:
@@ -42,7 +43,9 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
         host: tuple[tuple[Path, CodecName], ...] = tuple(("host", name) for name in self.codecs)
         if self.sockets > 1:
             host += ((f"host x{self.sockets}", "none"),)
-        return host if self.link is not None else (("ipc", "none"), *host)
+        if self.link is not None:
+            return host
+        return (("ipc", "none"), *host, *((("nixl", "none"),) if self.nixl else ()))
 
     def blocks(self, tokens: int) -> int:
         """Return the blocks of so many tokens."""
@@ -59,7 +62,8 @@ class TransferRow(Struct, frozen=True, kw_only=True):
     ``wire``: bytes that travelled. ``seconds``: all KV at once. ``visible``: between the end of
     the prefill and the arrival of its KV, with layers announced while it runs or
     (``visible_off``) at its end only. ``share`` is the rate over ``reference``: memcpy (on
-    a GPU: a copy within it) for ``ipc``, two raw sockets for ``host``. ``of_plain``:
+    a GPU: a copy within it) for ``ipc`` and ``nixl``, two raw sockets for ``host``. ``of_link``:
+    the bytes on the wire per second, over those of a simulated link with a limit. ``of_plain``:
     ``visible_off`` over that of the plain bytes of this path.
     """
 
@@ -77,6 +81,7 @@ class TransferRow(Struct, frozen=True, kw_only=True):
     overlap: float
     of_plain: float
     cpu_seconds: float
+    of_link: float | None = None
 
 
 class Span(Struct, frozen=True):
