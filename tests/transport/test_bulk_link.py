@@ -111,12 +111,17 @@ class Ends:
             else:
                 return
 
-    def open(self, endpoint: str, arena: ArenaDescriptor | None = None) -> Opened[SourceKey]:
+    def open(
+        self,
+        endpoint: str,
+        arena: ArenaDescriptor | None = None,
+        identity: bytes = b"decode-0#5",
+    ) -> Opened[SourceKey]:
         arena_id = (arena or self.source.descriptor()).arena_id
         peer = Peer(
             endpoint=endpoint,
             arena=arena_id,
-            identity=b"decode-0#5",
+            identity=identity,
             codec=self.codec,
             layout=self.source.layout,
         )
@@ -181,10 +186,11 @@ class Ends:
 
 
 def come_and_go(ends: Ends, times: int) -> int:
-    """Connect, test, and disconnect so often; return by how many bytes the process grew.
+    """Connect, test, fetch, and disconnect so often; return by how many bytes the process grew.
 
-    Both ends live in this process. Memory is compared from a tenth of the way on, when every
-    cache is warm; pyzmq starts a thread with the first message sent without a copy.
+    Each time is another reader, as far as the source can tell. Both ends live in this process.
+    Memory is compared from a tenth of the way on, when every cache is warm; pyzmq starts a thread
+    with the first message sent without a copy.
     """
     endpoint = ends.serve()
     assert ends.open(endpoint).error is None
@@ -192,8 +198,11 @@ def come_and_go(ends: Ends, times: int) -> int:
     fds, threads, warm = len(os.listdir("/proc/self/fd")), threading.active_count(), 0
     process = psutil.Process()
     for number in range(times):
-        opened = ends.open(endpoint)
+        opened = ends.open(endpoint, identity=b"decode-%d#%d" % (number, number + 5))
         assert opened.error is None, opened.error
+        block = range(number % 8, number % 8 + 1)
+        outcome = ends.fetch(block)
+        assert isinstance(outcome, Fetched) and ends.equal(block)
         ends.reader.drop(SOURCE)
         if number == times // 10:
             warm = process.memory_info().rss
