@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from shared.kv.layout import KvLayout, LayerKv
 from shared.messages.bulk import CancelFetch, Credit, Fetch
-from shared.transport.bulk.fetches import Done, Failed, FetchLimits
+from shared.transport.bulk.fetches import Done, Failed, FetchLimits, Send
 from shared.transport.bulk.plan import plan_chunks
 from shared.transport.bulk.servings import Servings
 from tests.unit.bulk_world import CHUNK, LAYOUT, PEER, PEERS, Wire, live
@@ -127,6 +127,26 @@ def test_chunks_are_divided_evenly_and_so_is_the_credit() -> None:
     assert max(counts) - min(counts) <= 1
     assert [f.need[0][0] for f in fetches] == [0, counts[0], counts[0] + counts[1]]
     assert len({f.job for f in fetches}) == 3
+
+
+def test_small_jobs_take_turns_on_the_connections() -> None:
+    """Guards all layers that are announced one by one going over the first of three sockets."""
+    wire = Wire([], FetchLimits(slots=12, stall=1.0, sockets=3))
+    for number in range(6):
+        fetch = Fetch(
+            job=100 + number,
+            attempt=0,
+            arena=1,
+            first_layer=0,
+            end_layer=1,
+            blocks=(1,),
+            generations=(1,),
+            chunk_bytes=CHUNK,
+            need=(),
+            credit=0,
+        )
+        wire.reader.begin(1, fetch, 1, wire.now)
+    assert [s.lane for s in wire.reader.take() if isinstance(s, Send)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_lost_connection_spoils_its_own_chunks_only_and_they_come_by_another() -> None:

@@ -96,6 +96,7 @@ class Fetches(Generic[Source]):
         self._jobs: dict[int, _Job[Source]] = {}
         self._heard: dict[Source, float] = {}
         self._out: list[Send[Source] | Done | Failed] = []
+        self._begun = 0
         self.late = 0
         self.spoiled = 0
 
@@ -232,10 +233,16 @@ class Fetches(Generic[Source]):
         return max(0, min(free, mine, lane))
 
     def _lanes(self, source: Source, now: float) -> list[int]:
-        """Return the connections for a new job, if possible without those that are silent."""
+        """Return the connections for a new job, if possible without those that are silent.
+
+        Each job begins with another one: a small job needs fewer than there are.
+        """
         lanes = range(self._limits.sockets)
         heard = [lane for lane in lanes if self._silent.get((source, lane), now) <= now]
-        return heard or list(lanes)
+        heard = heard or list(lanes)
+        first = self._begun % len(heard)
+        self._begun += 1
+        return heard[first:] + heard[:first]
 
     def _change_lane(self, job: _Job[Source], until: float) -> None:
         """Leave a connection that brought nothing."""
