@@ -42,9 +42,10 @@ class Handover(Struct):
 
 
 class Early(Struct, frozen=True):
-    """A subscription that came before its prefill."""
+    """A subscription that came before its prefill, first at ``since``."""
 
     peer: bytes
+    since: float
     deadline: float
     pipelined: bool
 
@@ -98,10 +99,11 @@ class HandoverSource:
             elif len(self._early) >= self._limits.max_open and transfer not in self._early:
                 self._send_gone(peer, transfer, _error("too many early subscriptions"))
             else:
-                # Asking again is no reason to wait longer: the prefill may have come and gone.
-                before = self._early.get(transfer)
-                until = before.deadline if before is not None else now + self._limits.lease
-                self._early[transfer] = Early(peer, until, message.pipelined)
+                # Asking again is no reason to wait for ever: the prefill may have come and gone.
+                lease, before = self._limits.lease, self._early.get(transfer)
+                since = now if before is None else before.since
+                deadline = min(now + lease, since + 2 * lease)
+                self._early[transfer] = Early(peer, since, deadline, message.pipelined)
             return
         if handover.reader != reader:
             self._send_gone(peer, transfer, _error(f"the KV is meant for {handover.reader}"))
