@@ -13,7 +13,7 @@ from tests.transport.harness import Context
 from tests.transport.relay import Relay
 from tests.transport.test_bulk_link import CHUNKS, DEADLINE, SOURCE, Ends
 
-THREE = FetchLimits(slots=18, stall=0.6, attempts=4, sockets=3)
+THREE = FetchLimits(slots=18, stall=1.0, attempts=4, sockets=3)
 SHARE = CHUNKS // 3
 HELD = ChunkFault(kind="stall", chunk=0, delay=Seconds(0.1))
 
