@@ -63,6 +63,8 @@ class Ends:
         context: Context,
         limits: FetchLimits = FAST,
         dtypes: tuple[KvDtype, KvDtype] = ("bf16", "bf16"),
+        *,
+        probe: float = 2.0,
     ) -> None:
         self.context = context
         layouts = [LAYOUT.with_dtype(dtype) for dtype in dtypes]
@@ -75,7 +77,7 @@ class Ends:
         self.reader: HostReader[SourceKey] = HostReader(
             context,
             self.target,
-            ReaderLimits(chunk_bytes=700, probe=2.0, fetch=limits),
+            ReaderLimits(chunk_bytes=700, probe=probe, fetch=limits),
             self.outcomes.put,
         )
         self._job = 0

@@ -21,7 +21,7 @@ HELD = ChunkFault(kind="stall", chunk=0, delay=Seconds(0.1))
 @contextmanager
 def relayed(context: Context, *faults: ChunkFault) -> Iterator[tuple[Ends, Relay]]:
     """Open three sockets through a relay."""
-    ends = Ends(context, THREE)
+    ends = Ends(context, THREE, probe=DEADLINE)
     relay = Relay(ends.serve("tcp://127.0.0.1:0", *faults))
     try:
         opened = ends.open(relay.endpoint)
@@ -74,5 +74,5 @@ def test_a_source_that_is_dropped_closes_every_socket(context: Context) -> None:
     with relayed(context) as (ends, relay):
         ends.reader.drop(SOURCE)
         assert ends.open(relay.endpoint).error is None
-        assert relay.accepted == 6
+        assert relay.accepted >= 6
         assert isinstance(ends.fetch(), Fetched) and ends.equal()
