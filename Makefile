@@ -35,6 +35,7 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m tests.unit.bulk_soak
+	$(BIN)/python -m tests.unit.handover_soak
 	$(BIN)/python -m tests.transport.connection_soak
 	$(BIN)/python -m tests.faults.request_soak
 

@@ -16,7 +16,7 @@ from shared.device.names import DEVICE_PATTERN, device_problem, transfer_problem
 from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection, check_faults
 from shared.kv.layout import KvDtype
-from shared.messages.fleet import CodecRule, PathRule
+from shared.messages.fleet import CodecRule, PathRule, PipelineRule
 from shared.precision import PrecisionRule, kv_dtype_for
 from shared.units import ByteSize, Seconds, parse_address, units_to_numbers
 from shared.yaml_file import read_mapping
@@ -67,22 +67,26 @@ class WorkersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TransferSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """KV hand-over. ``notify_layers``: layers per ready notification while prefill computes.
+    """KV hand-over. ``pipeline``: announce layers while prefill computes the next ones; ``auto``
+    where a pair's own hand-overs show that it pays. ``notify_layers``: layers per announcement;
+    ``auto`` by their bytes.
 
     ``path``: ``ipc`` copies out of shared memory, ``host`` sends over sockets, ``auto`` takes
     ``ipc`` where a self-test proves it and ``host`` elsewhere, ``nixl`` reads by the library
     of that name where both sides have it, else as ``host``, decided once per pair. On
     ``host`` a reader has ``window`` slots for chunks of ``chunk_size`` bytes, and asks again after
-    ``stall_timeout`` without one. ``codec`` makes the bytes fewer there, with a loss; ``auto``
+    ``stall_timeout`` without one; its chunks are divided among ``sockets`` connections to each
+    source. ``codec`` makes the bytes fewer there, with a loss; ``auto``
     takes one where the link is so slow that it pays.
     """
 
     path: PathRule = "auto"
-    pipeline: bool = True
-    notify_layers: Positive = 8
+    pipeline: PipelineRule = "auto"
+    notify_layers: Positive | Literal["auto"] = "auto"
     codec: CodecRule = "none"
     chunk_size: ByteSize = ByteSize(512 << 10)
     window: Annotated[int, Meta(ge=1, le=1024)] = 32
+    sockets: Annotated[int, Meta(ge=1, le=16)] = 1
     stall_timeout: Seconds = Seconds(2.0)
     lease: Seconds = Seconds(30.0)
     heartbeat: Seconds = Seconds(5.0)
@@ -234,7 +238,12 @@ def _fields(node: msgspec.inspect.Type) -> dict[str, msgspec.inspect.Type]:
 
 def _literals(node: msgspec.inspect.Type) -> list[str]:
     literals = [arm for arm in _arms(node) if isinstance(arm, msgspec.inspect.LiteralType)]
-    return [str(value) for arm in literals for value in arm.values]
+    words = [str(value) for arm in literals for value in arm.values]
+    if words and any(isinstance(arm, msgspec.inspect.BoolType) for arm in _arms(node)):
+        words = ["true", "false", *words]
+    if words and any(isinstance(arm, msgspec.inspect.IntType) for arm in _arms(node)):
+        words = ["a number", *words]
+    return words
 
 
 def check_deployment(deployment: Deployment, source: str) -> None:

@@ -128,9 +128,22 @@ def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
     )
     if pair.codec not in (None, "none"):
         text += f", {pair.wire_bytes / 1e6:.1f} MB as {pair.codec}"
+    if pair.pipeline_reason is not None:
+        text += f", {_pipelining(pair)}"
     if pair.chunks_again:
         text += f", {pair.chunks_again} chunks asked for again"
     return f"[{colour}]{text}[/{colour}]"
+
+
+def _pipelining(pair: PairStatus) -> str:
+    """Say how many were pipelined, why, and what either way let requests wait for."""
+    text = f"{pair.pipelined} pipelined ({pair.pipeline_reason}"
+    others = pair.transfers - pair.pipelined
+    if pair.pipelined and others:
+        seconds = pair.pipelined_visible_seconds
+        rest = (pair.visible_seconds - seconds) / others
+        text += f": {1e3 * seconds / pair.pipelined:.1f} ms, others {1e3 * rest:.1f}"
+    return f"{text})"
 
 
 def _headline(deployment: Deployment, now: Snapshot) -> str:

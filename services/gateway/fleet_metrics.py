@@ -13,6 +13,7 @@ _PAIR_LABELS = ("worker", "source", "path", "reason")
 _PAIR_COUNTS = (
     *("transfers", "failed", "bytes", "wire_bytes"),
     *("seconds", "visible_seconds", "chunks_again", "chunks_spoiled", "generation_mismatches"),
+    *("pipelined", "pipelined_visible_seconds"),
 )
 
 
@@ -88,6 +89,15 @@ def _pairs(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
                 labels = (worker.worker, pair.source, pair.path or "none", pair.reason or "none")
                 counter.add_metric(labels, getattr(pair, name))
         yield counter
+    gate = GaugeMetricFamily(
+        "diptych_kv_pipelining",
+        "Why the newest hand-over of a pair was announced while it was computed, or was not.",
+        labels=("worker", "source", "reason"),
+    )
+    for worker in workers:
+        for pair in worker.pairs:
+            gate.add_metric((worker.worker, pair.source, pair.pipeline_reason or "none"), 1.0)
+    yield gate
 
 
 def _fallbacks(workers: tuple[WorkerStatus, ...]) -> Metric:

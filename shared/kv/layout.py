@@ -109,6 +109,11 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         return self.k_block_bytes(layer) + self.v_block_bytes(layer)
 
     @property
+    def token_bytes(self) -> tuple[int, ...]:
+        """Bytes that each layer stores per token."""
+        return tuple(self.layer_block_bytes(i) // self.block_size for i in range(len(self.layers)))
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return sum(self.layer_block_bytes(i) for i in range(len(self.layers)))

@@ -41,6 +41,15 @@ know the codec; ``shared_memory``, nothing travels.
 """
 
 
+PipelineRule = bool | Literal["auto"]
+PipelineReason = Literal["configured", "measuring", "faster", "not_faster"]
+"""Why a pair's newest hand-over was announced while it was computed, or was not.
+
+``faster`` and ``not_faster``: measured by the pair's own hand-overs, of which ``measuring`` has
+not seen enough yet.
+"""
+
+
 class WorkerCounters(Struct, frozen=True, kw_only=True):
     """Monotonic since process start. Seconds are floats, the rest are counts.
 
@@ -77,7 +86,8 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     prefills and the arrival of their KV. ``chunks_again`` had to be asked for more than once,
     ``chunks_spoiled`` did not verify, ``generation_mismatches`` are blocks used anew while they
     were copied. ``bytes`` are those put into the pool, ``wire_bytes`` those that came over a
-    socket, in their newest ``codec``.
+    socket, in their newest ``codec``. Of the ``transfers`` so many as ``pipelined`` were
+    announced while they were computed, and had ``pipelined_visible_seconds`` of the visible ones.
     """
 
     source: WorkerId
@@ -96,6 +106,9 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     chunks_spoiled: int = 0
     generation_mismatches: int = 0
     former: bool = False
+    pipelined: int = 0
+    pipelined_visible_seconds: float = 0.0
+    pipeline_reason: PipelineReason | None = None
 
 
 class ReaderStatus(Struct, frozen=True, kw_only=True):

@@ -29,9 +29,13 @@ class PeerHello(Struct, tag="hello", frozen=True, kw_only=True):
 
 
 class OpenTransfer(Struct, tag="open", frozen=True, kw_only=True):
-    """Subscribe to a transfer; may come before or after the prefill itself is dispatched."""
+    """Subscribe to a transfer; may come before or after the prefill itself is dispatched.
+
+    ``pipelined``: announce layers while they are computed, else everything at the end.
+    """
 
     transfer: TransferId
+    pipelined: bool = True
 
 
 class Acknowledge(Struct, tag="ack", frozen=True, kw_only=True):

@@ -19,12 +19,12 @@ from shared.worker.paths import CodecTerms
 class RunStep(Struct, frozen=True):
     """Run one engine step; answered by ``StepDone`` or ``StepFailed``.
 
-    ``announce``: also report ``LayersWritten`` while it runs.
+    ``announce``: also report ``LayersWritten`` after so many layers, while it runs.
     """
 
     step: int
     batch: StepInput
-    announce: bool
+    announce: tuple[int, ...]
 
 
 class ToRouter(Struct, frozen=True):

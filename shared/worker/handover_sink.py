@@ -75,7 +75,7 @@ class HandoverSink:
         self._jobs: dict[int, tuple[Pull, Hold]] = {}
         self._last_job = 0
         self.news: list[News] = []
-        self.pairs = Pairs()
+        self.pairs = Pairs(limits.pipeline)
 
     def __contains__(self, transfer: TransferId) -> bool:
         return transfer in self._pulls
@@ -87,12 +87,16 @@ class HandoverSink:
             self.source_lost(former, _error(f"{key.worker} was restarted"))
         windows = self._limits.windows or (None,) * self._limits.layers
         pull = Pull(sequence, key, source.transfer, windows, now)
+        pull.fair = self._sources.ready(key) and self.pairs.measurable(key)
+        pull.pipelined = self._limits.pipeline is not False
+        if pull.fair:
+            pull.pipelined = self.pairs.pipelines(key, len(sequence.tokens))
         self._pulls[pull.transfer] = pull
         self._by_sequence[sequence.order] = pull
         in_use = {p.source for p in self._pulls.values()}
         self._sources.connect(key, source.endpoint, now, in_use)
         if self._sources.ready(key):
-            self._sources.send(key, OpenTransfer(transfer=pull.transfer))
+            self._sources.send(key, _subscription(pull))
 
     def reserved(self, sequence: Sequence) -> None:
         """The sequence got its blocks: copy into them whatever is readable."""
@@ -126,6 +130,7 @@ class HandoverSink:
         if key not in self._sources:
             self._tally.late_messages += 1
             return
+        self._sources.heard(key, now)
         match message:
             case PeerWelcome():
                 self._welcome(key, message, now)
@@ -187,7 +192,7 @@ class HandoverSink:
         for key in self._sources.connected():
             mine = [p for p in self._pulls.values() if p.source == key]
             needed = [p.transfer for p in mine]
-            unheard = [p.transfer for p in mine if not p.announced]
+            unheard = [_subscription(p) for p in mine if not p.announced]
             self._sources.renew(key, needed, unheard, now)
 
     def close_all(self) -> None:
@@ -220,7 +225,7 @@ class HandoverSink:
         for pull in self._pulls.values():
             if pull.source == key and not pull.announced:
                 pull.progress = now
-                self._sources.send(key, OpenTransfer(transfer=pull.transfer))
+                self._sources.send(key, _subscription(pull))
 
     def _transfer(self, pull: Pull, message: KvReady | TransferComplete | TransferGone) -> None:
         heard = pull.announced
@@ -276,7 +281,12 @@ class HandoverSink:
             visible = max(0.0, pull.progress - pull.completed)
             self._tally.transfers_ok += 1
             self._tally.transfer_visible_seconds += visible
-            self.pairs.arrived(pull.source, visible)
+            self.pairs.arrived(
+                *(pull.source, visible),
+                tokens=len(pull.sequence.tokens),
+                pipelined=pull.pipelined,
+                fair=pull.fair,
+            )
             pull.sequence.computed = len(pull.sequence.tokens)
             pull.sequence.whole_from = pull.whole_from
             pull.hold = None
@@ -301,6 +311,10 @@ class HandoverSink:
         del self._by_sequence[pull.sequence.order]
         if pull.hold is not None:
             self._ledger.detach(pull.sequence, pull.unreserve())
+
+
+def _subscription(pull: Pull) -> OpenTransfer:
+    return OpenTransfer(transfer=pull.transfer, pipelined=pull.pipelined)
 
 
 def _error(why: str) -> ErrorPayload:

@@ -6,7 +6,13 @@ from shared.errors import ErrorPayload
 from shared.ids import RequestId, TransferId, WorkerId
 from shared.kv.block_pool import BlockPool
 from shared.messages.fleet import ReaderStatus
-from shared.messages.prefill_decode import KvReady, ReadyBlocks, TransferComplete, TransferGone
+from shared.messages.prefill_decode import (
+    KvReady,
+    OpenTransfer,
+    ReadyBlocks,
+    TransferComplete,
+    TransferGone,
+)
 from shared.messages.request import TokenLogprob
 from shared.worker.effects import Note, ToReader
 from shared.worker.limits import Tally, WorkerLimits
@@ -20,14 +26,16 @@ class Handover(Struct):
     """One transfer out of this worker. ``told_*``: how far the reader knows of readable KV.
 
     All layers of tokens [0, ``told_tokens``) were announced, and ``told_layers`` layers of
-    the chunk after them. ``sequence`` is there until the prefill is complete; after that the
-    blocks are the lease's and ``deadline`` is the lease's end.
+    the chunk after them. ``pipelined``: the reader is told while it is computed. ``sequence`` is
+    there until the prefill is complete; after that the blocks are the lease's and ``deadline`` is
+    the lease's end.
     """
 
     transfer: TransferId
     reader: WorkerId
     sequence: Sequence | None
     request: RequestId
+    pipelined: bool
     peer: bytes | None = None
     told_tokens: int = 0
     told_layers: int = 0
@@ -38,10 +46,12 @@ class Handover(Struct):
 
 
 class Early(Struct, frozen=True):
-    """A subscription that came before its prefill."""
+    """A subscription that came before its prefill, first at ``since``."""
 
     peer: bytes
+    since: float
     deadline: float
+    pipelined: bool
 
 
 class Gone(Struct, frozen=True):
@@ -75,15 +85,20 @@ class HandoverSource:
     def begin(self, sequence: Sequence, reader: WorkerId) -> None:
         """A prefill was accepted; whoever subscribed early is served from now on."""
         transfer = TransferId(sequence.dispatch)
-        handover = Handover(transfer, reader, sequence, sequence.request.request_id)
+        handover = Handover(
+            *(transfer, reader, sequence, sequence.request.request_id),
+            pipelined=self._limits.pipeline is not False,
+        )
         self._open[transfer] = handover
         early = self._early.pop(transfer, None)
         if early is not None:
             handover.peer = early.peer
+            handover.pipelined = handover.pipelined and early.pipelined
         handover.aborted = self._gone.pop(transfer, None) is not None
 
-    def subscribe(self, peer: bytes, reader: WorkerId, transfer: TransferId, now: float) -> None:
+    def subscribe(self, peer: bytes, reader: WorkerId, message: OpenTransfer, now: float) -> None:
         """A reader asks for a transfer; asking again starts the announcements anew."""
+        transfer = message.transfer
         handover = self._open.get(transfer)
         if handover is None:
             gone = self._gone.get(transfer)
@@ -92,25 +107,38 @@ class HandoverSource:
             elif len(self._early) >= self._limits.max_open and transfer not in self._early:
                 self._send_gone(peer, transfer, _error("too many early subscriptions"))
             else:
-                self._early[transfer] = Early(peer, now + self._limits.lease)
+                # Asking again is no reason to wait for ever: the prefill may have come and gone.
+                lease, before = self._limits.lease, self._early.get(transfer)
+                since = now if before is None else before.since
+                deadline = min(now + lease, since + 2 * lease)
+                self._early[transfer] = Early(peer, since, deadline, message.pipelined)
             return
         if handover.reader != reader:
             self._send_gone(peer, transfer, _error(f"the KV is meant for {handover.reader}"))
             return
+        if handover.aborted:
+            self._send_gone(peer, transfer, _error("it was given up before"))
+            return
         handover.peer = peer
+        handover.pipelined = self._limits.pipeline is not False and message.pipelined
         handover.told_tokens = handover.told_layers = 0
         self._catch_up(handover)
+
+    def announces(self, sequence: Sequence) -> bool:
+        """Return whether layers of a sequence are to be told while they are computed."""
+        handover = self._open.get(TransferId(sequence.dispatch))
+        return handover is not None and handover.pipelined
 
     def layers_written(self, sequence: Sequence, end_token: int, end_layer: int) -> None:
         """The running chunk up to ``end_token`` has its first ``end_layer`` layers written."""
         handover = self._open.get(TransferId(sequence.dispatch))
-        if handover is not None and self._limits.pipeline:
+        if handover is not None and handover.pipelined:
             self._announce(handover, end_token, end_layer)
 
     def computed(self, sequence: Sequence) -> None:
         """All layers of the sequence's first ``computed`` tokens can be read."""
         handover = self._open.get(TransferId(sequence.dispatch))
-        if handover is not None and self._limits.pipeline:
+        if handover is not None and handover.pipelined:
             self._announce(handover, sequence.computed, self._limits.layers)
 
     def complete(
@@ -229,7 +257,7 @@ class HandoverSource:
     def _catch_up(self, handover: Handover) -> None:
         sequence = handover.sequence
         if sequence is not None:
-            if self._limits.pipeline and sequence.computed:
+            if handover.pipelined and sequence.computed:
                 self._announce(handover, sequence.computed, self._limits.layers)
             return
         if handover.complete is None or handover.peer is None:

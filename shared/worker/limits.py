@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from shared.ids import HostId, Incarnation, WorkerId
-from shared.messages.fleet import CodecRule, PathRule, Role, WorkerCounters
+from shared.messages.fleet import CodecRule, PathRule, PipelineRule, Role, WorkerCounters
 from shared.messages.hello import Compatibility
 from shared.messages.prefill_decode import ArenaDescriptor, NixlDescriptor
 
@@ -29,7 +29,8 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
     """Bounds of the scheduler and of every wait, in tokens, sequences and seconds.
 
     ``layers`` is the number of KV layers of the model. ``max_open`` bounds the table of
-    dispatches and each table of transfers. ``pipeline``: announce KV while it is computed.
+    dispatches and each table of transfers. ``pipeline``: have KV announced while it is computed,
+    every ``notify_layers`` layers or (None) by ``token_bytes``, each layer's KV of one token.
     ``windows``: how far back each layer's KV is read (``live.storage_windows``), empty for all
     of it everywhere.
     """
@@ -41,7 +42,9 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
     layers: int
     windows: tuple[int | None, ...] = ()
     max_open: int = 4096
-    pipeline: bool = True
+    pipeline: PipelineRule = True
+    notify_layers: int | None = None
+    token_bytes: tuple[int, ...] = ()
     lease: float = 30.0
     heartbeat: float = 5.0
     handshake_timeout: float = 5.0

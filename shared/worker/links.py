@@ -32,6 +32,8 @@ def routing_id(worker: WorkerId, incarnation: Incarnation) -> bytes:
 class Links:
     """All sockets of one worker; what arrives becomes an event.
 
+    ``io_threads`` carry their bytes.
+
     Raises:
         ResourceMissing: the KV endpoint cannot be bound.
         BadConfig: an endpoint that needs keys has none.
@@ -44,12 +46,13 @@ class Links:
         router_endpoint: str,
         security: SecuritySection,
         post: Callable[[Event], None],
+        io_threads: int = 1,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._identity = identity
         self._security = security
         self._post = post
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._sources: dict[SourceKey, DealerLink[ToDecode | UnreadWelcome, FromDecode]] = {}
         self._watches: dict[SourceKey, PidWatch] = {}
         self._rejected_before = 0

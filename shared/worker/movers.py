@@ -81,7 +81,7 @@ class Movers:
         self._identity = identity
         self._security = security
         self._routes: dict[SourceKey, _Route] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(limits.fetch.sockets)
         self._cuda = target.descriptor().cuda
         self._layout = target.layout
         self._copier: Copier | DeviceCopier

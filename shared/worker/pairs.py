@@ -3,8 +3,9 @@
 from msgspec import Struct
 
 from shared.ids import WorkerId
-from shared.messages.fleet import CodecReason, KvPath, PairStatus, PathReason
+from shared.messages.fleet import CodecReason, KvPath, PairStatus, PathReason, PipelineRule
 from shared.worker.events import Copied, CopyFailed, PathChosen, SourceKey
+from shared.worker.pipelining import PipelineGate
 
 _MAX_LINES = 256
 
@@ -16,6 +17,7 @@ class _Key(Struct, frozen=True):
 
 
 class _Line(Struct):
+    gate: PipelineGate
     codec: str | None = None
     codec_reason: CodecReason | None = None
     chosen: int = 0
@@ -28,6 +30,11 @@ class _Line(Struct):
     chunks_spoiled: int = 0
     generation_mismatches: int = 0
     wire_bytes: int = 0
+    pipelined: int = 0
+    pipelined_visible_seconds: float = 0.0
+
+
+_COUNTED = tuple(name for name in _Line.__struct_fields__ if name != "gate")
 
 
 class Pairs:
@@ -37,7 +44,8 @@ class Pairs:
     came some other way; a restarted source with the same path continues its line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pipeline: PipelineRule = True) -> None:
+        self._pipeline = pipeline
         self._lines: dict[_Key, _Line] = {}
         self._paths: dict[SourceKey, _Key] = {}
 
@@ -52,6 +60,14 @@ class Pairs:
         line.chosen += 1
         line.codec, line.codec_reason = None, event.codec_reason
 
+    def measurable(self, source: SourceKey) -> bool:
+        """Return whether this source's path is known: the first hand-overs wait for its test."""
+        return source in self._paths
+
+    def pipelines(self, source: SourceKey, tokens: int) -> bool:
+        """Return whether the next hand-over is announced while it is computed."""
+        return self._of(source).gate.choose(tokens)
+
     def copied(self, source: SourceKey, event: Copied | CopyFailed) -> None:
         """A copy job of this source is over."""
         line = self._of(source)
@@ -65,11 +81,27 @@ class Pairs:
         line.seconds += event.seconds
         line.codec = event.codec
 
-    def arrived(self, source: SourceKey, visible: float) -> None:
-        """A hand-over is complete, ``visible`` seconds after its prefill was."""
+    def arrived(
+        self,
+        source: SourceKey,
+        visible: float,
+        *,
+        tokens: int = 0,
+        pipelined: bool = False,
+        fair: bool = False,
+    ) -> None:
+        """A hand-over is complete, ``visible`` seconds after its prefill was.
+
+        ``fair``: nothing but the copies held it up, so it tells which way is the faster one.
+        """
         line = self._of(source)
         line.transfers += 1
         line.visible_seconds += visible
+        if pipelined:
+            line.pipelined += 1
+            line.pipelined_visible_seconds += visible
+        if fair:
+            line.gate.arrived(tokens, visible, pipelined=pipelined)
 
     def failed(self, source: SourceKey) -> None:
         """A hand-over was given up."""
@@ -84,7 +116,8 @@ class Pairs:
                 path=key.path,
                 reason=key.reason,
                 former=newest.get(key.source, key) != key,
-                **{name: getattr(line, name) for name in line.__struct_fields__},
+                pipeline_reason=line.gate.reason,
+                **{name: getattr(line, name) for name in _COUNTED},
             )
             for key, line in self._lines.items()
         )
@@ -97,5 +130,5 @@ class Pairs:
         if line is None:
             while len(self._lines) >= _MAX_LINES:
                 del self._lines[next(iter(self._lines))]
-            line = self._lines[key] = _Line()
+            line = self._lines[key] = _Line(PipelineGate(self._pipeline))
         return line

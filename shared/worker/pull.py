@@ -31,7 +31,8 @@ class Pull:
     Announcements must extend what is known without a gap, per layer. A block is copied once
     per layer, when the announcements reach its end (or the end of the KV), so no copy ever
     sees a block that its owner still writes to. Of a layer with a window (one of ``windows``)
-    only the blocks are copied that later tokens read.
+    only the blocks are copied that later tokens read. ``pipelined``: announcements are asked for
+    while prefill computes. ``fair``: what the pull takes is what its copies take.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Pull:
         self.progress = now
         self.completed = now
         self.announced = False
+        self.pipelined = True
+        self.fair = False
         self.hold: Hold | None = None
         self.complete: TransferComplete | None = None
         self.table = ReadyBlocks((), ())
@@ -117,6 +120,7 @@ class Pull:
                 raise BrokenTransfer(f"it ended after {min(self._covered)} of {self._total} tokens")
         self.announced = True
         self.complete = message
+        self.fair = self.fair and self.reserved
 
     def reserve(self, hold: Hold, block_size: int) -> None:
         """The sequence has its blocks; those it shares with its own prefix cache are skipped."""
@@ -132,6 +136,7 @@ class Pull:
         hold = self.hold
         assert hold is not None
         self.hold = None
+        self.fair = False
         self._issued = [0] * len(self._issued)
         return hold
 

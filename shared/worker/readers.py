@@ -80,7 +80,7 @@ class Readers:
     def _heed(self, peer: bytes, reader: WorkerId, message: FromDecode, now: float) -> bool:
         match message:
             case OpenTransfer():
-                self._source.subscribe(peer, reader, message.transfer, now)
+                self._source.subscribe(peer, reader, message, now)
                 return True
             case Acknowledge():
                 return self._source.acknowledge(peer, message.transfer)

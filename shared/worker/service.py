@@ -137,6 +137,7 @@ class WorkerService:
             settings.router_endpoint,
             settings.security,
             self.post,
+            settings.transfer.sockets,
         )
         self._movers = self._movers_for(arena, identity)
         self._board = CoreBoard(Path(settings.runtime_dir), settings.index, settings.shares)
@@ -147,14 +148,7 @@ class WorkerService:
             self._board,
             place_threads,
         )
-        self._engine = StepRunner(
-            engine,
-            thread,
-            self.post,
-            layers=limits.layers,
-            notify_layers=settings.notify_layers,
-            cores=crew,
-        )
+        self._engine = StepRunner(engine, thread, self.post, crew)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the state machine says that it is over."""
@@ -328,7 +322,11 @@ class WorkerService:
                 security=settings.security,
                 limits=ReaderLimits(
                     chunk_bytes=transfer.chunk_size,
-                    fetch=FetchLimits(slots=transfer.window, stall=transfer.stall_timeout),
+                    fetch=FetchLimits(
+                        slots=transfer.window,
+                        stall=transfer.stall_timeout,
+                        sockets=transfer.sockets,
+                    ),
                 ),
                 extras=Extras(_copy_faults(settings), self._nixl),
             )
@@ -364,6 +362,8 @@ def _limits(settings: WorkerSettings, engine: Engine, arena: SharedKv) -> Worker
         layers=len(engine.layout.layers),
         windows=storage_windows(engine.layout),
         pipeline=settings.pipeline,
+        notify_layers=settings.notify_layers,
+        token_bytes=engine.layout.token_bytes,
         lease=settings.lease,
         heartbeat=settings.heartbeat,
         drain_timeout=settings.drain_timeout,

@@ -10,7 +10,7 @@ from shared.errors import BadConfig
 from shared.fault_rules import FaultsSection
 from shared.ids import WorkerId
 from shared.kv.layout import KvDtype
-from shared.messages.fleet import Role
+from shared.messages.fleet import PipelineRule, Role
 from shared.precision import Precision, chosen_precision, kv_dtype_for
 from shared.runtime import (
     advertised,
@@ -48,8 +48,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     max_batch_tokens: int
     max_sequences: int
     prefix_cache: bool
-    pipeline: bool
-    notify_layers: int
+    pipeline: PipelineRule
+    notify_layers: int | None
     lease: float
     heartbeat: float
     drain_timeout: float
@@ -109,7 +109,7 @@ def worker_settings(
         max_sequences=min(section.max_sequences, section.max_batch_tokens),
         prefix_cache=deployment.kv_reuse.prefix,
         pipeline=transfer.pipeline,
-        notify_layers=transfer.notify_layers,
+        notify_layers=None if transfer.notify_layers == "auto" else transfer.notify_layers,
         lease=transfer.lease,
         heartbeat=transfer.heartbeat,
         drain_timeout=deployment.router.drain_timeout,

@@ -21,10 +21,14 @@ _MAX_IDLE_SOURCES = 64
 
 
 class Source(Struct):
-    """A connected prefill worker; ``ready`` once it said welcome and its arena is mapped."""
+    """A connected prefill worker; ``ready`` once it said welcome and its arena is mapped.
+
+    ``heard``: when it last said anything.
+    """
 
     deadline: float
     renewed: float
+    heard: float
     ready: bool = False
 
 
@@ -55,20 +59,16 @@ class Sources:
             return
         for idle in [k for k in self._known if k not in in_use][:-_MAX_IDLE_SOURCES]:
             self.drop(idle)
-        self._known[key] = Source(deadline=now + self._limits.handshake_timeout, renewed=now)
+        deadline = now + self._limits.handshake_timeout
+        self._known[key] = Source(deadline=deadline, renewed=now, heard=now)
         self._outbox.add(ConnectSource(key, endpoint))
-        self.send(
-            key,
-            PeerHello(
-                worker=self._identity.worker,
-                incarnation=self._identity.incarnation,
-                host=self._identity.host,
-                compatibility=self._identity.compatibility,
-                path=self._identity.path,
-                codec=self._identity.codec,
-                codecs=KNOWN_CODECS,
-            ),
-        )
+        self._hello(key)
+
+    def heard(self, key: SourceKey, now: float) -> None:
+        """The source said something."""
+        source = self._known.get(key)
+        if source is not None:
+            source.heard = now
 
     def welcome(self, key: SourceKey, message: PeerWelcome) -> ErrorPayload | None:
         """Map the arena of the source, or say why it is not the one expected."""
@@ -110,18 +110,39 @@ class Sources:
         return [k for k, s in self._known.items() if not s.ready and s.deadline <= now]
 
     def renew(
-        self, key: SourceKey, needed: list[TransferId], unheard: list[TransferId], now: float
+        self, key: SourceKey, needed: list[TransferId], unheard: list[OpenTransfer], now: float
     ) -> None:
-        """Renew leases once per heartbeat, and ask again for what was never announced."""
+        """Renew leases once per heartbeat, and ask again for what was never announced.
+
+        A source that has said nothing since the time before may have forgotten this worker, after
+        a partition, or for a late hello of its former life: it is greeted anew.
+        """
         source = self._known[key]
         if not source.ready or now - source.renewed < self._limits.heartbeat:
             return
+        if unheard and source.heard < source.renewed:
+            self._hello(key)
         source.renewed = now
         if needed:
             self.send(key, RenewLeases(transfers=tuple(needed)))
-        for transfer in unheard:
-            self.send(key, OpenTransfer(transfer=transfer))
+        for subscription in unheard:
+            self.send(key, subscription)
 
     def connected(self) -> list[SourceKey]:
         """Return all connected sources."""
         return list(self._known)
+
+    def _hello(self, key: SourceKey) -> None:
+        identity = self._identity
+        self.send(
+            key,
+            PeerHello(
+                worker=identity.worker,
+                incarnation=identity.incarnation,
+                host=identity.host,
+                compatibility=identity.compatibility,
+                path=identity.path,
+                codec=identity.codec,
+                codecs=KNOWN_CODECS,
+            ),
+        )

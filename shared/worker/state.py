@@ -44,9 +44,10 @@ from shared.worker.ledger import BlockLedger
 from shared.worker.liaison import Liaison
 from shared.worker.limits import Tally, WorkerIdentity, WorkerLimits
 from shared.worker.outbox import Outbox
+from shared.worker.pipelining import announced_layers
 from shared.worker.pool_size import never_fits
 from shared.worker.readers import Readers
-from shared.worker.scheduler import Scheduler
+from shared.worker.scheduler import Chunk, Scheduler
 from shared.worker.sequence import Sequence
 from shared.worker.stepper import Advanced, Stepper
 from shared.worker.worklist import Parts, Worklist
@@ -316,8 +317,16 @@ class WorkerState:
         prefills = [c.sequence for c in chunks if c.sequence.kind == "prefill"]
         for sequence in prefills:
             self._source.computed(sequence)
-        announce = bool(prefills) and self._limits.pipeline
-        return [RunStep(self._stepper.step, batch, announce)]
+        return [RunStep(self._stepper.step, batch, self._announcements(chunks))]
+
+    def _announcements(self, chunks: list[Chunk]) -> tuple[int, ...]:
+        """Return after which layers of the step readers hear of it: as the longest chunk asks."""
+        told = [c.count for c in chunks if self._source.announces(c.sequence)]
+        if not told:
+            return ()
+        limits = self._limits
+        sizes = limits.token_bytes or (0,) * limits.layers
+        return announced_layers(sizes, max(told), limits.notify_layers)
 
     def _preempted(self, sequence: Sequence) -> str:
         then = "fetched" if sequence.kind == "expect" else "computed"

@@ -39,15 +39,10 @@ class StepRunner:
         engine: Steps,
         thread: ThreadPoolExecutor,
         post: Callable[[Event], None],
-        *,
-        layers: int,
-        notify_layers: int,
         cores: Cores,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._post = post
-        self._layers = layers
-        self._notify_layers = notify_layers
         self._engine = engine
         self._thread = thread
         self._cores = cores
@@ -64,7 +59,7 @@ class StepRunner:
         try:
             lent = self._cores.gather()
             result = self._engine.step(
-                effect.batch, self._on_layer(effect.step) if effect.announce else None
+                effect.batch, self._on_layer(effect) if effect.announce else None
             )
             event = StepDone(effect.step, result, time.monotonic(), lent)
         except Exception as error:
@@ -79,13 +74,13 @@ class StepRunner:
         if self._open == 0:
             self._cores.rest()
 
-    def _on_layer(self, step: int) -> Callable[[int], None]:
-        """Tell the loop every ``notify_layers`` layers, and the last while sampling still runs."""
+    def _on_layer(self, effect: RunStep) -> Callable[[int], None]:
+        """Tell the loop of layers as the effect says, of the last while sampling still runs."""
+        ends = frozenset(effect.announce)
 
         def written(layer: int) -> None:
-            end = layer + 1
-            if end % self._notify_layers == 0 or end == self._layers:
-                self._loop.call_soon_threadsafe(self._post, LayersWritten(step, end))
+            if layer + 1 in ends:
+                self._loop.call_soon_threadsafe(self._post, LayersWritten(effect.step, layer + 1))
 
         return written
 

@@ -6,6 +6,7 @@ import pytest
 from shared.errors import ResourceMissing
 from shared.kv.layout import KvLayout, LayerKv
 from tools.bench.transfer import measure
+from tools.bench.transfer_nixl import nixl_works
 from tools.bench.transfer_plan import TransferPlan
 from tools.slow_link.shaping import LinkProfile
 
@@ -35,6 +36,16 @@ def test_every_path_and_codec_is_measured_and_its_bytes_are_right() -> None:
 
 
 @pytest.mark.keeps("threads")  # torch's
+def test_several_sockets_have_a_row_beside_one() -> None:
+    """Guards an option that measures the same twice, or loses bytes between its sockets."""
+    plan = msgspec.structs.replace(PLAN, lengths=(200,), codecs=("none",), sockets=2)
+    rows = measure(plan, lambda what: None)
+    assert [(r.path, r.codec) for r in rows] == list(plan.movers)
+    assert [r.path for r in rows] == ["ipc", "host", "host x2"]
+    assert rows[2].wire == rows[2].bytes == PLAN.size(200) and rows[2].of_plain == 1.0
+
+
+@pytest.mark.keeps("threads")  # torch's
 def test_a_simulated_link_carries_every_byte_and_is_removed() -> None:
     """Guards a link that spoils what it carries, and namespaces left behind."""
     link = LinkProfile(rate=125e6, delay=1e-3, loss=0.01)
@@ -44,3 +55,16 @@ def test_a_simulated_link_carries_every_byte_and_is_removed() -> None:
     except ResourceMissing as error:
         pytest.skip(error.message)
     assert [(r.path, r.codec) for r in rows] == [("host", "none"), ("host", "int8")]
+    assert all(
+        r.of_link == pytest.approx(r.wire / r.seconds / link.rate) and r.of_link > 0 for r in rows
+    )
+
+
+@pytest.mark.keeps("threads")  # torch's, and UCX's
+@pytest.mark.skipif(not nixl_works(), reason="pip install .[nixl]")
+def test_nixl_has_a_row_where_it_is_installed() -> None:
+    """Guards a path that is never measured; ``measure`` compares every byte."""
+    plan = msgspec.structs.replace(PLAN, lengths=(200,), codecs=("none",), nixl=True)
+    rows = measure(plan, lambda what: None)
+    assert [r.path for r in rows] == ["ipc", "host", "nixl"]
+    assert rows[2].wire == rows[2].bytes == PLAN.size(200)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from msgspec.structs import replace
 
 from shared.fault_rules import ChunkFault, FaultsSection
 from shared.kv.arena import KvArena
@@ -32,15 +33,15 @@ from shared.worker.events import SourceKey
 from tests.conftest import RunAsync
 from tests.transport.harness import Context
 from tests.transport.kv_filling import fill_normal
-from tests.transport.test_bulk_link import BLOCKS, DEADLINE, LAYOUT, SOURCE, Ends
+from tests.transport.test_bulk_link import BLOCKS, DEADLINE, FAST, LAYOUT, SOURCE, Ends
 
 TOKENS = 30  # of the 32 in 8 blocks: the last block is not full
 CHUNKS = 12  # of 3 layers, 8 blocks of 256 bytes (K and V) cut at 700
 LOSSY = tuple(name for name in CODEC_NAMES if name != "none")
 
 
-def ends_for(context: Context, codec: CodecName) -> Ends:
-    ends = Ends(context)
+def ends_for(context: Context, codec: CodecName, sockets: int = 1) -> Ends:
+    ends = Ends(context, replace(FAST, sockets=sockets))
     ends.codec = codec
     fill_normal(ends.source, 1)
     fill_normal(ends.target, 2)
@@ -65,10 +66,13 @@ def error_of(ends: Ends) -> float:
     return worst
 
 
+@pytest.mark.parametrize("sockets", [1, 3])
 @pytest.mark.parametrize("codec", LOSSY)
-def test_every_codec_brings_the_kv_and_nothing_else(context: Context, codec: CodecName) -> None:
+def test_every_codec_brings_the_kv_and_nothing_else(
+    context: Context, codec: CodecName, sockets: int
+) -> None:
     """Guards tokens of others in the last block, and chunks that overwrite neighbours (32, 37)."""
-    ends = ends_for(context, codec)
+    ends = ends_for(context, codec, sockets)
     before = [part.copy() for layer in range(3) for part in ends.target.raw(layer)]
     assert ends.open(ends.serve()).error is None
     outcome = ends.fetch(tokens=TOKENS)

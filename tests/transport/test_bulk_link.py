@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from shared.config import SecuritySection
 from shared.errors import ResourceMissing
@@ -63,6 +64,8 @@ class Ends:
         context: Context,
         limits: FetchLimits = FAST,
         dtypes: tuple[KvDtype, KvDtype] = ("bf16", "bf16"),
+        *,
+        probe: float = 2.0,
     ) -> None:
         self.context = context
         layouts = [LAYOUT.with_dtype(dtype) for dtype in dtypes]
@@ -75,7 +78,7 @@ class Ends:
         self.reader: HostReader[SourceKey] = HostReader(
             context,
             self.target,
-            ReaderLimits(chunk_bytes=700, probe=2.0, fetch=limits),
+            ReaderLimits(chunk_bytes=700, probe=probe, fetch=limits),
             self.outcomes.put,
         )
         self._job = 0
@@ -111,12 +114,17 @@ class Ends:
             else:
                 return
 
-    def open(self, endpoint: str, arena: ArenaDescriptor | None = None) -> Opened[SourceKey]:
+    def open(
+        self,
+        endpoint: str,
+        arena: ArenaDescriptor | None = None,
+        identity: bytes = b"decode-0#5",
+    ) -> Opened[SourceKey]:
         arena_id = (arena or self.source.descriptor()).arena_id
         peer = Peer(
             endpoint=endpoint,
             arena=arena_id,
-            identity=b"decode-0#5",
+            identity=identity,
             codec=self.codec,
             layout=self.source.layout,
         )
@@ -181,10 +189,11 @@ class Ends:
 
 
 def come_and_go(ends: Ends, times: int) -> int:
-    """Connect, test, and disconnect so often; return by how many bytes the process grew.
+    """Connect, test, fetch, and disconnect so often; return by how many bytes the process grew.
 
-    Both ends live in this process. Memory is compared from a tenth of the way on, when every
-    cache is warm; pyzmq starts a thread with the first message sent without a copy.
+    Each time is another reader, as far as the source can tell. Both ends live in this process.
+    Memory is compared from a tenth of the way on, when every cache is warm; pyzmq starts a thread
+    with the first message sent without a copy.
     """
     endpoint = ends.serve()
     assert ends.open(endpoint).error is None
@@ -192,8 +201,11 @@ def come_and_go(ends: Ends, times: int) -> int:
     fds, threads, warm = len(os.listdir("/proc/self/fd")), threading.active_count(), 0
     process = psutil.Process()
     for number in range(times):
-        opened = ends.open(endpoint)
+        opened = ends.open(endpoint, identity=b"decode-%d#%d" % (number, number + 5))
         assert opened.error is None, opened.error
+        block = range(number % 8, number % 8 + 1)
+        outcome = ends.fetch(block)
+        assert isinstance(outcome, Fetched) and ends.equal(block)
         ends.reader.drop(SOURCE)
         if number == times // 10:
             warm = process.memory_info().rss
@@ -223,14 +235,15 @@ def test_a_job_arrives_whole_and_nothing_else_is_touched(ends: Ends) -> None:
     assert all(np.array_equal(x[rest], y[rest]) for x, y in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("sockets", [1, 3])
 @pytest.mark.parametrize(
     "kind", ["delay", "drop", "duplicate", "reorder", "corrupt", "truncate", "stall"]
 )
-def test_every_fault_at_every_chunk_is_mended(run_async: RunAsync, kind: str) -> None:
+def test_every_fault_at_every_chunk_is_mended(run_async: RunAsync, kind: str, sockets: int) -> None:
     """Guards wrong bytes and hangs when chunk i is harmed (24, 29, 32, 36, 41), i = 0 ... last."""
     context: Context = zmq.Context()
     for chunk in range(CHUNKS):
-        ends = Ends(context)
+        ends = Ends(context, replace(FAST, sockets=sockets))
         fault = ChunkFault(kind=kind, chunk=chunk, delay=Seconds(0.05))  # type: ignore[arg-type]
         assert ends.open(ends.serve("tcp://127.0.0.1:0", fault)).error is None
         outcome = ends.fetch()
@@ -263,9 +276,10 @@ def test_blocks_that_were_used_anew_are_refused(ends: Ends) -> None:
     assert isinstance(outcome, Failed) and outcome.reused == 1
 
 
-def test_a_window_of_one_and_many_jobs_at_once(context: Context) -> None:
+@pytest.mark.parametrize("sockets", [1, 3])
+def test_a_window_of_one_and_many_jobs_at_once(context: Context, sockets: int) -> None:
     """Guards credits that get lost and jobs that starve (26)."""
-    ends = Ends(context, FetchLimits(slots=1, stall=2.0))
+    ends = Ends(context, FetchLimits(slots=1, stall=2.0, sockets=sockets))
     assert ends.open(ends.serve()).error is None
     jobs = {ends.start(range(i, i + 4), shift=16) for i in range(0, 16, 4)}
     outcomes = [ends.outcomes.get(timeout=DEADLINE) for _ in jobs]
@@ -274,8 +288,10 @@ def test_a_window_of_one_and_many_jobs_at_once(context: Context) -> None:
     ends.close()
 
 
-def test_the_peer_may_restart_at_the_same_address(ends: Ends) -> None:
+@pytest.mark.parametrize("sockets", [1, 3])
+def test_the_peer_may_restart_at_the_same_address(context: Context, sockets: int) -> None:
     """Guards KV of the next life read with the handles of the former one (3, 14, 75)."""
+    ends = Ends(context, replace(FAST, sockets=sockets))
     endpoint = ends.serve_lastingly()
     assert ends.open(endpoint).error is None
     assert isinstance(ends.fetch(), Fetched)
@@ -293,10 +309,13 @@ def test_the_peer_may_restart_at_the_same_address(ends: Ends) -> None:
     assert ends.open(endpoint).error is None
     assert isinstance(ends.fetch(), Fetched) and ends.equal()
     former.close()
+    ends.close()
 
 
-def test_a_link_that_was_cut_is_dialled_again(ends: Ends) -> None:
+@pytest.mark.parametrize("sockets", [1, 3])
+def test_a_link_that_was_cut_is_dialled_again(context: Context, sockets: int) -> None:
     """Guards an agent that is never re-created after a disconnect (14, 15)."""
+    ends = Ends(context, replace(FAST, sockets=sockets))
     endpoint = ends.serve_lastingly()
     assert ends.open(endpoint).error is None
     assert ends.server is not None
@@ -305,6 +324,7 @@ def test_a_link_that_was_cut_is_dialled_again(ends: Ends) -> None:
     ends.serve_again(endpoint)
     outcome = ends.outcomes.get(timeout=DEADLINE)
     assert isinstance(outcome, Fetched) and ends.equal()
+    ends.close()
 
 
 def test_nobody_there_is_a_named_error_in_time(ends: Ends) -> None:

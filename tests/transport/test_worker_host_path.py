@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,10 +58,15 @@ async def nothing_is_left(router: Rig, *workers: str) -> None:
 
 @pytest.mark.parametrize(
     ("transfer", "over"),
-    [(SMALL, "ipc"), (HOST, "tcp"), ({**HOST, "pipeline": False, "path": ELSEWHERE}, "tcp")],
+    [
+        (SMALL, "ipc"),
+        ({**HOST, "pipeline": True}, "tcp"),
+        ({**HOST, "pipeline": False, "path": ELSEWHERE}, "tcp"),
+        ({**HOST, "pipeline": "auto", "notify_layers": "auto", "sockets": 3}, "tcp"),
+    ],
 )
 def test_a_pair_over_sockets_equals_the_reference(
-    run: Runner, model: Path, directory: Path, transfer: dict[str, object], over: str
+    run: Runner, model: Path, directory: Path, transfer: dict[str, Any], over: str
 ) -> None:
     """Guards split = unsplit for the path between machines, layer-wise or not (37, 40).
 
@@ -74,14 +80,18 @@ def test_a_pair_over_sockets_equals_the_reference(
     async def check() -> None:
         config = make_config(directory, model, split=True, **changes)
         async with rig(config, *PAIR) as router:
+            await router.output(router.split(request(LONG[:40], 12))[1])  # the path is known
             work = [(router.split(request(prompt, 12)), prompt) for prompt in prompts() * 2]
             for (_, second), prompt in work:
                 assert await router.output(second) == reference(model, prompt, 12)
             await nothing_is_left(router, *PAIR)
             pair = await pair_of(router)
+            rule = transfer.get("pipeline", "auto")
+            fewest, most = {True: (19, 19), False: (0, 0), "auto": (1, 18)}[rule]
+            assert fewest <= pair.pipelined <= most
             reason = "nixl_missing" if transfer["path"] == "nixl" else "configured"
             assert (pair.path, pair.reason) == ("host", reason)
-            assert pair.transfers == len(work) and pair.failed == pair.chunks_again == 0
+            assert pair.transfers == len(work) + 1 and pair.failed == pair.chunks_again == 0
             assert pair.bytes > 0
 
     run(check())

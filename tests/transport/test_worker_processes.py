@@ -15,6 +15,7 @@ import zmq
 from transformers import LlamaForCausalLM
 
 from shared.ids import DispatchId, Incarnation, WorkerId
+from shared.messages.fleet import PipelineRule
 from shared.messages.router_worker import (
     CancelWork,
     Drained,
@@ -85,16 +86,22 @@ def test_a_mixed_worker_equals_the_reference_in_a_busy_batch(
     run(check())
 
 
-@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize("pipeline", [True, False, "auto"])
 def test_a_pair_equals_the_reference_and_keeps_nothing(
-    run: Runner, model: Path, directory: Path, pipeline: bool
+    run: Runner, model: Path, directory: Path, pipeline: PipelineRule
 ) -> None:
-    """Guards split = unsplit at block and chunk boundaries (37), and KV left behind (79)."""
+    """Guards split = unsplit at block and chunk boundaries (37), and KV left behind (79).
+
+    With ``auto`` hand-overs of both kinds are open at once: guards a switch between them.
+    """
 
     async def check() -> None:
         transfer = {"pipeline": pipeline, "notify_layers": 1}
         config = make_config(directory, model, split=True, transfer=transfer)
         async with rig(config, *PAIR) as router:
+            before = int(pipeline == "auto")
+            if before:  # until one has arrived the path is not known, and nothing is tried
+                await router.output(router.split(request(LONG[:40], 12))[1])
             work = [(router.split(request(prompt, 12)), prompt) for prompt in prompts() * 2]
             for (first, second), prompt in work:
                 assert await router.output(second) == reference(model, prompt, 12)
@@ -104,8 +111,14 @@ def test_a_pair_equals_the_reference_and_keeps_nothing(
                 load = await router.settled(worker)
                 assert load.blocks_free + load.blocks_cached == load.blocks_total
             report = router.reports[router.hellos[WorkerId("decode-0")][0]]
-            assert report.counters.transfers_ok == len(work)
+            assert report.counters.transfers_ok == len(work) + before
             assert report.counters.transfers_failed == report.counters.late_messages == 0
+            (pair,) = report.pairs
+            if pipeline == "auto":
+                assert 0 < pair.pipelined < len(work) and pair.pipeline_reason != "configured"
+            else:
+                assert pair.pipelined == (len(work) if pipeline else 0)
+                assert pair.pipeline_reason == "configured"
 
     run(check())
 

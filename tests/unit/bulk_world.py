@@ -13,10 +13,9 @@ from shared.messages.bulk import (
     Credit,
     Fetch,
     FetchRefused,
-    FromReader,
     ToReader,
 )
-from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits
+from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits, Send
 from shared.transport.bulk.payload import Bytes, checksum, land, lift
 from shared.transport.bulk.plan import plan_chunks
 from shared.transport.bulk.servings import Servings
@@ -27,7 +26,8 @@ LAYOUT = KvLayout(
     layers=(LayerKv(1, 4, 4), LayerKv(1, 4, 4), LayerKv(1, 4, 4, shares=0), LayerKv(2, 4, 2)),
 )
 CHUNK = 64
-PEER = b"decode-0#1"
+PEERS = tuple(b"decode-0#1/%d" % lane for lane in range(16))
+PEER = PEERS[0]
 LOST = ErrorPayload(code="transfer_failed", message="the process ended", retryable=True)
 
 
@@ -60,7 +60,10 @@ class MemoryPool:
 
 
 class Wire:
-    """One reader and one source at a time; the source may be replaced by its next life."""
+    """One reader and one source at a time; the source may be replaced by its next life.
+
+    What travels over a connection that is ``cut`` is lost.
+    """
 
     def __init__(self, tape: list[int], limits: FetchLimits, blocks: int = 24) -> None:
         self._tape = deque(tape)
@@ -72,8 +75,9 @@ class Wire:
         self.ours = MemoryPool(blocks)
         self.reader: Fetches[int] = Fetches(limits)
         self.server = Servings(LAYOUT, blocks, self.life)
-        self.up: deque[FromReader] = deque()
-        self.down: deque[tuple[ToReader, list[memoryview]]] = deque()
+        self.up: deque[Send[int]] = deque()
+        self.down: deque[tuple[bytes, ToReader, list[memoryview]]] = deque()
+        self.cut: set[bytes] = set()
         self.wanted: dict[int, tuple[Fetch, tuple[int, ...], list[bytes]]] = {}
         self.outcomes: dict[int, Done | Failed] = {}
         self.most_down = 0
@@ -143,21 +147,22 @@ class Wire:
         self.reader.check()
 
     def _deliver_up(self) -> None:
-        message = self.up.popleft()
+        sent = self.up.popleft()
+        message, peer = sent.message, PEERS[sent.lane]
         fate = self.choose(40)
-        if fate == 1:
+        if fate == 1 or peer in self.cut:
             return
         if fate == 2:
-            self.up.appendleft(message)
+            self.up.appendleft(sent)
         match message:
             case Fetch():
-                refusal = self.server.fetch(PEER, message, self.now)
+                refusal = self.server.fetch(peer, message, self.now)
                 if refusal is not None:
-                    self.down.append((refusal, []))
+                    self.down.append((peer, refusal, []))
             case Credit():
-                self.server.credit(PEER, message, self.now)
+                self.server.credit(peer, message, self.now)
             case CancelFetch():
-                self.server.cancel(PEER, message)
+                self.server.cancel(peer, message)
 
     def _send(self) -> None:
         item = self.server.next()
@@ -170,7 +175,7 @@ class Wire:
         pairs = zip(item.blocks, item.told, strict=True)
         reused = sum(self.theirs.generations[block] != told for block, told in pairs)
         if reused:
-            self.server.drop(PEER, fetch.job)
+            self.server.drop(item.peer, fetch.job)
             refusal = FetchRefused(
                 job=fetch.job,
                 attempt=fetch.attempt,
@@ -178,7 +183,7 @@ class Wire:
                 message="used anew",
                 reused=reused,
             )
-            self.down.append((refusal, []))
+            self.down.append((item.peer, refusal, []))
             return
         header = Chunk(
             job=fetch.job,
@@ -187,18 +192,20 @@ class Wire:
             size=item.chunk.size,
             checksum=digest,
         )
-        self.down.append((header, frames))
+        self.down.append((item.peer, header, frames))
         self.most_down = max(self.most_down, len(self.down))
 
     def _deliver_down(self) -> None:
-        message, frames = self.down.popleft()
+        peer, message, frames = self.down.popleft()
+        if peer in self.cut:
+            return
         match self.choose(60):
             case 1:
                 return
             case 2:
-                self.down.appendleft((message, frames))
+                self.down.appendleft((peer, message, frames))
             case 3 if self.down:
-                self.down.append((message, frames))
+                self.down.append((peer, message, frames))
                 return
             case 4 if frames:
                 spoiled = bytearray(frames[0])
@@ -215,14 +222,14 @@ class Wire:
         self._carry_out()
 
     def _life_of(self, job: int) -> int:
-        return self.wanted[job][0].arena
+        return self.wanted[self.reader.job_of(job)][0].arena
 
     def _take(self, header: Chunk, frames: list[memoryview]) -> None:
         job, attempt, index = header.job, header.attempt, header.index
         if not self.reader.wants(self._life_of(job), job, index):
             self.reader.arrived(self._life_of(job), job, attempt, self.now)
             return
-        fetch, target, _ = self.wanted[job]
+        fetch, target, _ = self.wanted[self.reader.job_of(job)]
         layers = range(fetch.first_layer, fetch.end_layer)
         chunk = plan_chunks(LAYOUT, layers, len(target), CHUNK)[index]
         if sum(map(len, frames)) != chunk.size:
@@ -241,7 +248,7 @@ class Wire:
                 if isinstance(effect, Done):
                     self._compare(effect.job)
             elif effect.source == self.life:
-                self.up.append(effect.message)
+                self.up.append(effect)
 
     def _compare(self, job: int) -> None:
         fetch, target, told = self.wanted[job]
@@ -271,6 +278,10 @@ def live(seed: int, jobs: int, limits: FetchLimits) -> Wire:
             wire.theirs.stamp(wire.choose(wire.blocks))
         elif fate == 7:
             wire.restart()
+        elif fate == 8 and limits.sockets > 1:
+            wire.cut = {PEERS[wire.choose(limits.sockets)]}
+        elif fate < 16:
+            wire.cut.clear()
     wire._tape.clear()
     for _ in range(100 * limits.attempts):
         while wire.step():

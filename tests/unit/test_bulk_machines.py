@@ -3,13 +3,14 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shared.kv.layout import KvLayout, LayerKv
-from shared.messages.bulk import Credit, Fetch
-from shared.transport.bulk.fetches import Done, Failed, FetchLimits
+from shared.messages.bulk import CancelFetch, Credit, Fetch
+from shared.transport.bulk.fetches import Done, Failed, FetchLimits, Send
 from shared.transport.bulk.plan import plan_chunks
 from shared.transport.bulk.servings import Servings
-from tests.unit.bulk_world import CHUNK, LAYOUT, PEER, Wire, live
+from tests.unit.bulk_world import CHUNK, LAYOUT, PEER, PEERS, Wire, live
 
 LIMITS = FetchLimits(slots=6, stall=1.0, attempts=4)
 ALL = range(len(LAYOUT.layers))
@@ -24,20 +25,28 @@ def check_end(wire: Wire) -> None:
     assert sum(o.spoiled for o in wire.outcomes.values()) == wire.reader.spoiled
 
 
+@pytest.mark.parametrize("sockets", [1, 3])
 @pytest.mark.parametrize("seed", range(20))
-def test_five_hundred_jobs_over_a_bad_wire(seed: int) -> None:
-    """Guards stale bytes, leaked slots and jobs without an end (14, 24-26, 29, 32, 41): 10,000."""
-    wire = live(seed, 500, LIMITS)
+def test_five_hundred_jobs_over_a_bad_wire(seed: int, sockets: int) -> None:
+    """Guards stale bytes, leaked slots and jobs without an end (14, 24-26, 29, 32, 41): 10,000.
+
+    With several connections each is cut now and then for a while.
+    """
+    wire = live(seed, 500 if sockets == 1 else 200, replace(LIMITS, sockets=sockets))
     check_end(wire)
     done = sum(isinstance(outcome, Done) for outcome in wire.outcomes.values())
-    assert done > len(wire.outcomes) // 4
+    # Three times the messages in as many moments: more blocks are used anew on the way.
+    assert done > len(wire.outcomes) // (4 if sockets == 1 else 10)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4))
-def test_any_window_and_any_number_of_attempts(seed: int, slots: int, attempts: int) -> None:
-    """Guards a window of one and a reader without retries."""
-    check_end(live(seed, 25, FetchLimits(slots=slots, stall=1.0, attempts=attempts)))
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_any_window_and_any_number_of_attempts(
+    seed: int, slots: int, attempts: int, sockets: int
+) -> None:
+    """Guards a window of one and a reader without retries, over any number of sockets."""
+    limits = FetchLimits(slots=slots, stall=1.0, attempts=attempts, sockets=sockets)
+    check_end(live(seed, 25, limits))
 
 
 def test_an_undisturbed_wire_needs_no_second_attempt() -> None:
@@ -51,9 +60,10 @@ def test_an_undisturbed_wire_needs_no_second_attempt() -> None:
     assert all(isinstance(o, Done) and o.again == 0 for o in wire.outcomes.values())
 
 
-def test_never_more_chunks_on_their_way_than_slots() -> None:
-    """Guards the reader's memory when it is slow (26)."""
-    limits = FetchLimits(slots=2, stall=1.0)
+@pytest.mark.parametrize("sockets", [1, 3])
+def test_never_more_chunks_on_their_way_than_slots(sockets: int) -> None:
+    """Guards the reader's memory when it is slow (26), and credits that count per socket."""
+    limits = FetchLimits(slots=2, stall=1.0, sockets=sockets)
     wire = Wire([], limits)
     for number in range(8):
         wire.begin([number], [number + 8], ALL)
@@ -96,7 +106,7 @@ def test_a_restarted_source_refuses_what_its_former_life_announced() -> None:
     """Guards KV of another life at the same address (3, 75)."""
     wire = Wire([], LIMITS)
     job = wire.begin([1], [2], ALL)
-    message = wire.up.popleft()
+    message = wire.up.popleft().message
     assert isinstance(message, Fetch)
     refusal = Servings(LAYOUT, 24, arena=2).fetch(PEER, message, 0.0)
     assert refusal is not None and refusal.reason == "arena"
@@ -104,6 +114,78 @@ def test_a_restarted_source_refuses_what_its_former_life_announced() -> None:
     wire._carry_out()
     outcome = wire.outcomes[job]
     assert isinstance(outcome, Failed) and "restarted" in outcome.error.message
+
+
+def test_chunks_are_divided_evenly_and_so_is_the_credit() -> None:
+    """Guards a second socket that has nothing to do until the first one is done."""
+    wire = Wire([], FetchLimits(slots=12, stall=1.0, sockets=3))
+    wire.begin([1, 2, 3, 4], [5, 6, 7, 8], ALL)
+    sent = list(wire.up)
+    fetches = [s.message for s in sent if isinstance(s.message, Fetch)]
+    assert [s.lane for s in sent] == [0, 1, 2] and len(fetches) == 3
+    assert [f.credit for f in fetches] == [2, 2, 2], "half of the slots, for one source"
+    counts = [sum(end - first for first, end in f.need) for f in fetches]
+    assert max(counts) - min(counts) <= 1
+    assert [f.need[0][0] for f in fetches] == [0, counts[0], counts[0] + counts[1]]
+    assert len({f.job for f in fetches}) == 3
+
+
+def test_small_jobs_take_turns_on_the_connections() -> None:
+    """Guards all layers that are announced one by one going over the first of three sockets."""
+    wire = Wire([], FetchLimits(slots=12, stall=1.0, sockets=3))
+    for number in range(6):
+        fetch = Fetch(
+            job=100 + number,
+            attempt=0,
+            arena=1,
+            first_layer=0,
+            end_layer=1,
+            blocks=(1,),
+            generations=(1,),
+            chunk_bytes=CHUNK,
+            need=(),
+            credit=0,
+        )
+        wire.reader.begin(1, fetch, 1, wire.now)
+    assert [s.lane for s in wire.reader.take() if isinstance(s, Send)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_lost_connection_spoils_its_own_chunks_only_and_they_come_by_another() -> None:
+    """Guards a job that fails, or is fetched anew, for one of three connections."""
+    wire = Wire([], FetchLimits(slots=12, stall=1.0, sockets=3))
+    wire.cut = {PEERS[1]}
+    job = wire.begin([1, 2, 3, 4], [5, 6, 7, 8], ALL)
+    mine = [s.message for s in wire.up if s.lane == 1]
+    while wire.step():
+        pass
+    assert job not in wire.outcomes
+    wire.tick(1.0)
+    asked = [(s.lane, s.message) for s in wire.up]
+    again = [m for lane, m in asked if lane == 2 and isinstance(m, Fetch)]
+    assert [type(m) for lane, m in asked if lane == 1] == [CancelFetch]
+    assert [m.need for m in again] == [m.need for m in mine if isinstance(m, Fetch)]
+    while wire.step():
+        pass
+    outcome = wire.outcomes[job]
+    assert isinstance(outcome, Done) and outcome.again == 2, "what was granted and never came"
+    wire.begin([9, 10, 11], [12, 13, 14], ALL)
+    assert {s.lane for s in wire.up} == {0, 2}, "the silent connection is left out"
+    wire.tick(4.0)
+    wire.begin([15, 16, 17], [18, 19, 20], ALL)
+    assert {s.lane for s in wire.up} == {0, 1, 2}, "and tried again after a while"
+
+
+def test_a_part_that_fails_takes_the_others_with_it_once() -> None:
+    """Guards two answers to one job, and chunks that are sent for nobody."""
+    wire = Wire([], FetchLimits(slots=12, stall=1.0, sockets=3))
+    job = wire.begin([1, 2, 3, 4], [5, 6, 7, 8], ALL)
+    wire.theirs.stamp(3)
+    while wire.step():
+        pass
+    check_end(wire)
+    outcome = wire.outcomes[job]
+    assert isinstance(outcome, Failed) and outcome.reused == 1
+    assert not len(wire.server), "cancelled at the source"
 
 
 @pytest.mark.parametrize(

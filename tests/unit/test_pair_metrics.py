@@ -40,7 +40,7 @@ def two_pairs() -> tuple[PairStatus, ...]:
     pairs.copied(FAR, Copied(9, 1000, 2.0, 4, wire_bytes=520, codec="int8", spoiled=3))
     pairs.copied(FAR, CopyFailed(10, TransferFailed("x").payload(), 2, 1, 1))
     pairs.arrived(NEAR, 0.0)
-    pairs.arrived(FAR, 0.5)
+    pairs.arrived(FAR, 0.5, tokens=9, pipelined=True)
     pairs.failed(FAR)
     return pairs.snapshot()
 
@@ -140,12 +140,15 @@ def test_the_metrics_page_tells_the_pairs_apart() -> None:
         ("chunks_spoiled", 0, 4),
         ("generation_mismatches", 0, 2),
         ("visible_seconds", 0, 0.5),
+        ("pipelined", 0, 1),
+        ("pipelined_visible_seconds", 0, 0.5),
     ):
         found = dict(
             re.findall(rf'diptych_kv_{name}_total{{.*source="(prefill-\d)".*}} ([\d.]+)', without)
         )
         assert {k: float(v) for k, v in found.items()} == {"prefill-0": near, "prefill-1": far}
     assert 'source="prefill-0",worker="decode-0"' in page.replace("\n", "")
+    assert 'diptych_kv_pipelining{reason="configured",source="prefill-1",worker="decode-0"}' in page
     assert 'path="ipc",reason="self_test"' in page and 'reason="other_host"' in page
     labels = 'path="host",reason="cannot_map",source="prefill-0",worker="decode-0"'
     assert f"diptych_kv_bytes_total{{{labels}}} 70.0" in page

@@ -112,6 +112,23 @@ def test_a_path_that_is_no_longer_used_is_told_apart() -> None:
     assert "ipc (self_test), 1 hand-overs" in text
 
 
+def test_a_pair_tells_why_it_is_pipelined_and_what_that_spares() -> None:
+    """Guards a gate whose decision nobody can see or doubt."""
+    pair = PairStatus(
+        source=WorkerId("prefill-0"),
+        path="ipc",
+        transfers=10,
+        visible_seconds=0.038,
+        pipelined=8,
+        pipelined_visible_seconds=0.024,
+        pipeline_reason="faster",
+    )
+    text = " ".join(screen(RouterCounters(), (pair,)).split())
+    assert "8 pipelined (faster: 3.0 ms, others 7.0)" in text
+    one = msgspec.structs.replace(pair, transfers=8, pipeline_reason="configured")
+    assert "8 pipelined (configured)" in " ".join(screen(RouterCounters(), (one,)).split())
+
+
 def test_services_that_nobody_supervises_are_shown_by_what_the_fleet_says() -> None:
     """Guards a deployment whose services run by hand or on other machines."""
     console = Console(file=io.StringIO(), width=80)

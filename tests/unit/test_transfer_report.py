@@ -13,7 +13,13 @@ from shared.kv.layout import KvLayout, LayerKv
 from tools.bench import transfer_report
 from tools.bench.page import write_files
 from tools.bench.transfer_plan import TransferPlan, TransferRow, schedule
-from tools.bench.transfer_report import link_profile, parse_codecs, parse_lengths, run_bench
+from tools.bench.transfer_report import (
+    link_profile,
+    parse_codecs,
+    parse_lengths,
+    run_bench,
+    table_rows,
+)
 from tools.cli import app
 
 LAYOUT = KvLayout(dtype="bf16", block_size=16, layers=(LayerKv(2, 16, 16),) * 4)
@@ -97,11 +103,24 @@ def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         write_files(row(16), "", tmp_path / "file" / "report")
 
 
+def test_a_link_with_a_limit_has_a_column_and_others_have_none() -> None:
+    """Guards a rate over a simulated link that nobody can hold against that link."""
+    plain, limited = row(1024), msgspec.structs.replace(row(1024), of_link=0.895)
+    assert "of the link" not in table_rows([plain])[0]
+    header, with_it, without = table_rows([limited, plain])
+    at = header.index("of the link")
+    assert (header[at - 1], with_it[at], without[at]) == ("of reference", "90 %", "")
+    assert len(header) == len(with_it) == len(without)
+
+
 def test_a_link_leaves_the_path_of_one_host_out() -> None:
     """Guards shared memory measured under the name of a link."""
     assert plan().movers == (("ipc", "none"), ("host", "none"), ("host", "int8"))
     far = msgspec.structs.replace(plan(), link=link_profile(1, 0, 0))
     assert far.movers == (("host", "none"), ("host", "int8"))
+    more = msgspec.structs.replace(plan(), sockets=3, nixl=True)
+    assert more.movers[-2:] == (("host x3", "none"), ("nixl", "none"))
+    assert ("nixl", "none") not in msgspec.structs.replace(far, nixl=True).movers
 
 
 def test_a_paced_prefill_announces_each_block_and_layer_once() -> None:

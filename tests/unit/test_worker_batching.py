@@ -23,14 +23,14 @@ def test_a_run_computes_its_prompt_and_decodes_to_the_end() -> None:
                 opened=(OpenSequence(1, work.sampling, (9, 8, 7)),),
                 sequences=(SequenceInput(1, (9, 8, 7), 0, (0,), True),),
             ),
-            announce=False,
+            announce=(),
         )
     ]
     bench.now = 2.0
     bench.running = None
     first = bench.event(StepDone(1, StepResult(sampled=(Sampled(1, 50, TokenLogprob(-0.5)),)), 1.5))
     assert first == [
-        RunStep(2, StepInput(sequences=(SequenceInput(1, (50,), 3, (0,), True),)), announce=False),
+        RunStep(2, StepInput(sequences=(SequenceInput(1, (50,), 3, (0,), True),)), announce=()),
         ToRouter(StepOutput(step=2, tokens=(TokenOut(1, 0, 50, TokenLogprob(-0.5)),))),  # type: ignore[arg-type]
     ]
     bench.step(51)

@@ -276,6 +276,38 @@ def test_early_subscriptions_are_bounded_and_end_by_themselves() -> None:
     ]
 
 
+def test_asking_again_and_again_for_what_never_comes_is_answered() -> None:
+    """Guards a reader that waits for ever: its heartbeats must not keep the subscription alive."""
+    bench = bench_with_reader()
+    for _ in range(12):
+        bench.reader(OPEN)
+        assert bench.to_reader() == []
+        bench.tick(5.0)
+    (gone,) = bench.to_reader()
+    assert isinstance(gone, TransferGone) and gone.transfer == T
+
+
+def test_a_late_hello_of_a_former_life_is_mended_by_the_next_one_of_the_newest() -> None:
+    """Guards a reader that is taken for dead, and never answered again, for a message overtaken."""
+    bench = bench_with_reader()
+    bench.prefill(1, request(5))
+    bench.reader(OPEN)
+    former = msgspec.structs.replace(HELLO, incarnation=Incarnation(4))
+    bench.reader(former, peer=b"decode-9#4")
+    assert bench.reader(OPEN) == [], "nobody knows it any more"
+    bench.reader(HELLO)
+    assert isinstance(bench.to_reader()[0], PeerWelcome)
+    bench.reader(OPEN)
+    (gone,) = bench.to_reader()
+    assert isinstance(gone, TransferGone) and "given up" in gone.error.message
+    bench.step()
+    second = OpenTransfer(transfer=TransferId(2))
+    bench.prefill(2, request(6))
+    bench.reader(second)
+    bench.step()
+    assert [type(m) for m in bench.to_reader()][-1] is TransferComplete
+
+
 def test_messages_about_a_transfer_that_is_over_change_nothing() -> None:
     """Guards against late and doubled acknowledgements (scenario 29)."""
     bench = bench_with_reader()

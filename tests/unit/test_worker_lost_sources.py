@@ -9,6 +9,7 @@ from shared.messages.prefill_decode import (
     FromDecode,
     KvReady,
     OpenTransfer,
+    PeerHello,
     PeerRefused,
     PeerWelcome,
     ReadyBlocks,
@@ -192,6 +193,21 @@ def test_leases_are_renewed_by_heartbeat_and_unheard_transfers_asked_for_again()
         RenewLeases(transfers=(T, TransferId(71))),
         OpenTransfer(transfer=TransferId(71)),
     ]
+
+
+def test_a_source_that_says_nothing_is_greeted_anew() -> None:
+    """Guards waiting for ever on a source that has forgotten this worker after a partition."""
+    bench = receiving()
+    bench.tick(5.0)
+    assert bench.to_source() == [RenewLeases(transfers=(T,)), OpenTransfer(transfer=T)]
+    bench.tick(5.0)
+    hello, *rest = bench.to_source()
+    assert isinstance(hello, PeerHello)
+    assert rest == [RenewLeases(transfers=(T,)), OpenTransfer(transfer=T)]
+    bench.welcome()
+    assert bench.to_source() == [OpenTransfer(transfer=T)] and bench.all(MapArena) == []
+    bench.tick(5.0)
+    assert bench.to_source()[0] == RenewLeases(transfers=(T,)), "it has answered"
 
 
 def test_a_new_life_of_a_source_ends_the_links_to_its_former_one() -> None:

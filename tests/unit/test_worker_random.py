@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.ids import WorkerId
+from shared.messages.fleet import PipelineRule
 from shared.worker.events import Tick
 from shared.worker.limits import WorkerLimits
 from tests.unit.worker_router import FakeRouter, check_end
@@ -68,9 +69,10 @@ def pass_time(router: FakeRouter, seconds: float) -> None:
         router.world.handle(node, Tick())
 
 
-def live(tape: list[int], windows: Windows = ()) -> FakeRouter:
+def live(tape: list[int], windows: Windows = (), pipeline: PipelineRule = "auto") -> FakeRouter:
     """Live through the tape, then until nothing is left to do, without further harm."""
-    router = FakeRouter(tape, msgspec.structs.replace(LIMITS, windows=windows), BLOCKS)
+    limits = msgspec.structs.replace(LIMITS, windows=windows, pipeline=pipeline)
+    router = FakeRouter(tape, limits, BLOCKS)
     for prompt in PROMPTS:
         router.submit(prompt, 1, 9, 1e6)
     while not router.world.ended:
@@ -88,10 +90,14 @@ def live(tape: list[int], windows: Windows = ()) -> FakeRouter:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.integers(0, 2**20), max_size=400), st.sampled_from(((), WINDOWS)))
-def test_any_life_ends_well(tape: list[int], windows: Windows) -> None:
+@given(
+    st.lists(st.integers(0, 2**20), max_size=400),
+    st.sampled_from(((), WINDOWS)),
+    st.sampled_from((True, False, "auto")),
+)
+def test_any_life_ends_well(tape: list[int], windows: Windows, pipeline: PipelineRule) -> None:
     """Guards conservation, exactly-once tokens and unverified KV under every kind of trouble."""
-    live(tape, windows)
+    live(tape, windows, pipeline)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -99,7 +105,7 @@ def test_a_long_life_ends_well(seed: int) -> None:
     """Guards the same over lives longer than hypothesis cares to draw."""
     random_tape = random.Random(seed)
     tape = [random_tape.randrange(2**20) for _ in range(8000)]
-    router = live(tape, WINDOWS if seed % 2 else ())
+    router = live(tape, WINDOWS if seed % 2 else (), (True, "auto", False)[seed % 3])
     assert any(open_.state == "finished" for open_ in router.requests)
 
 

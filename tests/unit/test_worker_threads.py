@@ -82,10 +82,10 @@ class Inbox:
         return self.events
 
 
-async def run_steps(engine: FakeEngine, announce: bool, count: int) -> list[Event]:
+async def run_steps(engine: FakeEngine, announce: tuple[int, ...], count: int) -> list[Event]:
     inbox = Inbox()
     with ThreadPoolExecutor(1) as thread:
-        runner = StepRunner(engine, thread, inbox.post, layers=7, notify_layers=3, cores=OwnCores())
+        runner = StepRunner(engine, thread, inbox.post, OwnCores())
         runner.submit(RunStep(1, StepInput(), announce))
         return await inbox.until(count)
 
@@ -100,10 +100,10 @@ def test_cores_are_given_away_only_when_no_step_follows(run_async: RunAsync) -> 
             def post(event: Event) -> None:
                 inbox.post(event)
                 if len(inbox.events) == 1:
-                    runner.submit(RunStep(2, StepInput(), False))
+                    runner.submit(RunStep(2, StepInput(), ()))
 
-            runner = StepRunner(FakeEngine(), thread, post, layers=7, notify_layers=3, cores=cores)
-            runner.submit(RunStep(1, StepInput(), False))
+            runner = StepRunner(FakeEngine(), thread, post, cores)
+            runner.submit(RunStep(1, StepInput(), ()))
             events = await inbox.until(2)
             await asyncio.sleep(0)
         return cores.said, events
@@ -116,13 +116,13 @@ def test_cores_are_given_away_only_when_no_step_follows(run_async: RunAsync) -> 
 def test_layers_are_told_every_few_and_the_last_ones_before_the_end_of_the_step(
     run_async: RunAsync,
 ) -> None:
-    events = run_async(run_steps(FakeEngine(), True, 4))
+    events = run_async(run_steps(FakeEngine(), (3, 6, 7), 4))
     assert events[:3] == [LayersWritten(1, 3), LayersWritten(1, 6), LayersWritten(1, 7)]
     assert isinstance(events[3], StepDone)
 
 
 def test_without_a_reader_no_layer_is_told(run_async: RunAsync) -> None:
-    (done,) = run_async(run_steps(FakeEngine(), False, 1))
+    (done,) = run_async(run_steps(FakeEngine(), (), 1))
     assert isinstance(done, StepDone) and done.step == 1
 
 

@@ -67,6 +67,7 @@ class FakeRouter:
         self.requests: list[Open] = []
         self.mail: dict[bytes, deque[ToWorker]] = {}
         self.counters: dict[WorkerId, WorkerCounters] = {}
+        self.lives: dict[bytes, WorkerCounters] = {}
         for name in blocks:
             self.start(name)
 
@@ -206,7 +207,7 @@ class FakeRouter:
             case TransferLost():
                 self._transfer_lost(message)
             case Report():
-                self.counters[node.name] = message.counters
+                self.counters[node.name] = self.lives[node.peer] = message.counters
             case _:
                 pass
 

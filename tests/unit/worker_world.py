@@ -3,7 +3,7 @@
 A tape of numbers decides everything, so a failing run is replayed exactly.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache
 
@@ -32,6 +32,7 @@ from shared.worker.events import (
     CopyFailed,
     Event,
     LayersWritten,
+    PathChosen,
     ReaderLost,
     ReaderSaid,
     SourceKey,
@@ -155,6 +156,7 @@ class World:
         self.memories: dict[SourceKey, Memory] = {}
         self.wires: dict[tuple[bytes, WorkerId], deque[FromDecode]] = {}
         self.back: dict[tuple[WorkerId, bytes], deque[ToDecode]] = {}
+        self.harm: Counter[str] = Counter()
 
     @property
     def ended(self) -> bool:
@@ -232,6 +234,7 @@ class World:
                     node.posted.append(SourceLost(effect.source, LOST))
                 else:
                     node.arenas[effect.source] = memory
+                    node.posted.append(PathChosen(effect.source, "ipc", "self_test"))
             case CloseSource():
                 if node.links.get(effect.source.worker) == effect.source:
                     del node.links[effect.source.worker]
@@ -334,11 +337,14 @@ class World:
         """Take the next message off a wire, if it does not get lost, doubled or overtaken."""
         fate = self.choose(80)
         if fate == 1:
+            self.harm["lost"] += 1
             messages.popleft()
             return None
         if fate == 2:
+            self.harm["doubled"] += 1
             return messages[0]
         if fate == 3 and len(messages) > 1:
+            self.harm["overtaken"] += 1
             messages.rotate(-1)
         return messages.popleft()
 

@@ -93,6 +93,9 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
         512
     )
     slots: Annotated[int, typer.Option(help="Chunks on their way at once.", min=1, max=1024)] = 32
+    sockets: Annotated[
+        int, typer.Option(help="Measure the host path over so many sockets, too.", min=1, max=16)
+    ] = 1
     repeats: Annotated[int, typer.Option(help="Runs per figure; the median counts.", min=1)] = 5
     rate: Annotated[
         float, typer.Option(help="Gbit/s of a simulated link, 0: no limit.", min=0, max=1000)
@@ -112,7 +115,7 @@ def bench_transfer(options: TransferOptions) -> int:
 
     Rates stand beside memcpy and two bare ZeroMQ sockets, measured in the same run. A simulated
     link puts the sender on a host of its own (a network namespace, which needs root). On GPUs the
-    rate of CUDA IPC stands beside a copy within one.
+    rate of CUDA IPC stands beside a copy within one. Where NIXL is installed it has a row, too.
 
     Examples:
 
@@ -122,6 +125,7 @@ def bench_transfer(options: TransferOptions) -> int:
 
     `diptych bench transfer --device cuda:0,cuda:1 --tokens 1024,8192`
     """
+    from tools.bench.transfer_nixl import nixl_works
     from tools.bench.transfer_plan import TransferPlan
     from tools.bench.transfer_report import (
         link_profile,
@@ -137,10 +141,12 @@ def bench_transfer(options: TransferOptions) -> int:
         prefill_rate=options.prefill_rate,
         chunk_bytes=options.chunk << 10,
         slots=options.slots,
+        sockets=options.sockets,
         repeats=options.repeats,
         codecs=parse_codecs(options.codec),
         link=link_profile(options.rate, options.delay, options.loss),
         device=options.device,
+        nixl=options.device == "cpu" and nixl_works(),
     )
     return run_bench(plan, options.out, Console())
 

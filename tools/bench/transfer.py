@@ -19,6 +19,7 @@ from shared.kv.codecs.frame import CodecName
 from shared.transport.bulk.encoded import EncodedChunks
 from shared.transport.bulk.plan import plan_encoded
 from tools.bench.transfer_movers import DEADLINE, Context, HostMover, IpcMover, Mover
+from tools.bench.transfer_nixl import NixlMover
 from tools.bench.transfer_plan import Span, TransferPlan, TransferRow, everything, schedule
 from tools.bench.transfer_source import RAW_HWM, SourceReady, SourceSpec
 from tools.slow_link.hosts import LARGE_MTU, slow_link
@@ -53,20 +54,31 @@ def measure(plan: TransferPlan, note: Callable[[str], None]) -> list[TransferRow
             hosts = stack.enter_context(slow_link(plan.link, LARGE_MTU))
             inside, address = hosts.inside, hosts.far
         spec = SourceSpec(
-            layout=plan.layout, num_blocks=most, chunk_bytes=plan.chunk_bytes, address=address
+            layout=plan.layout,
+            num_blocks=most,
+            chunk_bytes=plan.chunk_bytes,
+            address=address,
+            sockets=plan.sockets,
+            nixl=plan.nixl,
         )
         process, ready = stack.enter_context(source_process(spec, inside))
         target = stack.enter_context(_pool(plan, most))
         source = KvArena.open(ready.arena, plan.layout)
         stack.callback(source.close)
-        context = stack.enter_context(own_context())
+        context = stack.enter_context(own_context(plan.sockets))
         raw = stack.enter_context(raw_socket(context, ready.raw_endpoint))
         movers: list[Mover] = []
         for path, codec in plan.movers:
             if path == "ipc":
                 movers.append(IpcMover(source, target))
                 continue
-            host = HostMover(context, plan, ready, target, codec)
+            if path == "nixl":
+                nixl = NixlMover(ready, target)
+                stack.callback(nixl.close)
+                movers.append(nixl)
+                continue
+            sockets = 1 if path == "host" else plan.sockets
+            host = HostMover(context, plan, ready, target, codec, sockets=sockets)
             stack.callback(host.close)
             movers.append(host)
         for tokens in plan.lengths:
@@ -100,7 +112,8 @@ def rounds(
     for number in range(-1, max(plan.repeats, _PACED)):  # the first one warms
         for (path, codec), mover, found in zip(plan.movers, movers, times, strict=True):
             note(f"{path} {codec}, {tokens} tokens")
-            reference = _raw(raw, size, plan.chunk_bytes) if path == "host" else copy()
+            over_sockets = path.startswith("host")
+            reference = _raw(raw, size, plan.chunk_bytes) if over_sockets else copy()
             cpu = _cpu(process)
             seconds, found.wire = _timed(mover, at_once)
             cpu = _cpu(process) - cpu
@@ -144,6 +157,9 @@ def rows_of(plan: TransferPlan, tokens: int, times: list[Times]) -> list[Transfe
                 overlap=max(0.0, 1.0 - visible / visible_off),
                 of_plain=visible_off / plain[path],
                 cpu_seconds=found.cpu,
+                of_link=found.wire / seconds / plan.link.rate
+                if plan.link and plan.link.rate
+                else None,
             )
         )
     return rows
@@ -224,9 +240,9 @@ def _compare(expected: KvArena, target: KvArena, blocks: int) -> None:
 
 
 @contextmanager
-def own_context() -> Iterator[Context]:
-    """Make a context and end it."""
-    context: Context = zmq.Context()
+def own_context(sockets: int = 1) -> Iterator[Context]:
+    """Make a context with a thread for each of so many sockets, and end it."""
+    context: Context = zmq.Context(sockets)
     try:
         yield context
     finally:

@@ -44,8 +44,11 @@ def parse_devices(plan: TransferPlan) -> tuple[str, str]:
             "--device wants cpu, a GPU such as cuda:0, or the sender's and the reader's such as "
             f"cuda:0,cuda:1, not {plan.device!r}"
         )
-    if plan.link is not None or plan.codecs != ("none",):
-        raise BadConfig("KV of a GPU travels as it is: no --codec and no simulated link")
+    if plan.link is not None or plan.codecs != ("none",) or plan.sockets > 1:
+        raise BadConfig(
+            "KV of a GPU is measured as it is, over one socket: no --codec, no --sockets and no "
+            "simulated link"
+        )
     return names[0], names[-1]
 
 

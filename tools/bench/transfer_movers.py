@@ -56,7 +56,7 @@ class IpcMover:
 
 
 class HostMover:
-    """Fetches over a socket with one codec; ``stage`` as for ``HostReader``."""
+    """Fetches over sockets with one codec; ``stage`` as for ``HostReader``."""
 
     def __init__(
         self,
@@ -66,15 +66,18 @@ class HostMover:
         target: SharedKv,
         codec: CodecName,
         stage: InStage | None = None,
+        *,
+        sockets: int = 1,
     ) -> None:
         self._outcomes: queue.SimpleQueue[Outcome[str]] = queue.SimpleQueue()
         limits = ReaderLimits(
-            chunk_bytes=plan.chunk_bytes, fetch=FetchLimits(slots=plan.slots, stall=10.0)
+            chunk_bytes=plan.chunk_bytes,
+            fetch=FetchLimits(slots=plan.slots, stall=10.0, sockets=sockets),
         )
         self._reader: HostReader[str] = HostReader(
             context, target, limits, self._outcomes.put, stage
         )
-        identity = f"bench#{codec}".encode()
+        identity = f"bench#{codec}{sockets}".encode()
         peer = Peer(
             endpoint=ready.endpoint, arena=ready.arena.arena_id, identity=identity, codec=codec
         )

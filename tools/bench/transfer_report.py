@@ -24,11 +24,13 @@ _FULL_WIDTH = 160
 _LEAST_RATE = 0.001
 """Gbit/s: a chunk of 8 MiB takes a minute, which is the patience of all sockets."""
 _HEADER = ["path", "codec", "tokens", "MB", "on the wire", "at once ms", "GB/s", "of reference"]
+_LINK = "of the link"
 _HEADER += ["visible ms", "without pipeline", "hidden", "of none", "CPU ms"]
 _EXPLANATION = (
-    "At once: all KV of the prompt. Reference: memcpy (on a GPU: a copy within it) for ipc, two "
-    "ZeroMQ sockets that send as many bytes out of as much memory and drop them for host; measured "
-    "in turn with each row. "
+    "At once: all KV of the prompt. Reference: memcpy (on a GPU: a copy within it) for ipc and "
+    "nixl, two ZeroMQ sockets that send as many bytes out of as much memory and drop them for "
+    "host; measured in turn with each row. Of the link: bytes on the wire per second, over those "
+    "that the simulated link lets through. "
     "Visible: from the end of the paced prefill to the arrival of its KV, with layers announced "
     "while it runs; without pipeline: announced at its end. Hidden: the share of the latter "
     "that the former spares. Of none: without pipeline, over the same with plain bytes. GB/s of "
@@ -135,7 +137,7 @@ def facts(report: TransferReport) -> list[str]:
 
 
 def table_rows(rows: list[TransferRow]) -> Rows:
-    """Return header and cells."""
+    """Return header and cells; the share of the link where there is one with a limit."""
     body = [
         [
             row.path,
@@ -154,7 +156,12 @@ def table_rows(rows: list[TransferRow]) -> Rows:
         ]
         for row in rows
     ]
-    return [_HEADER, *body]
+    if not any(row.of_link is not None for row in rows):
+        return [_HEADER, *body]
+    at = _HEADER.index("of reference") + 1
+    for cells, row in zip(body, rows, strict=True):
+        cells.insert(at, "" if row.of_link is None else f"{100 * row.of_link:.0f} %")
+    return [[*_HEADER[:at], _LINK, *_HEADER[at:]], *body]
 
 
 def table(rows: list[TransferRow]) -> Table:

@@ -23,10 +23,11 @@ from shared.device.device import SharedKv
 from shared.errors import DiptychError
 from shared.kv.arena import KvArena
 from shared.kv.layout import KvLayout
-from shared.messages.prefill_decode import ArenaDescriptor
+from shared.messages.prefill_decode import ArenaDescriptor, NixlDescriptor
+from shared.transport.bulk.nixl import NixlEnd
 from shared.transport.bulk.payload import Bytes
 from shared.transport.bulk.server import HostServer
-from shared.transport.bulk.stage import OutStage
+from shared.transport.bulk.stage import OutStage, in_memory
 
 RAW_HWM: Final = 16
 
@@ -34,7 +35,8 @@ RAW_HWM: Final = 16
 class SourceSpec(Struct, frozen=True, kw_only=True):
     """The pool to make, the size of raw messages, and the address to be reached at.
 
-    On a GPU twice ``slots`` chunks are staged, as a worker does.
+    On a GPU twice ``slots`` chunks are staged, as a worker does. ``sockets``: threads that carry
+    bytes, as a worker has for so many. ``nixl``: offer the pool by that library, too.
     """
 
     layout: KvLayout
@@ -43,6 +45,8 @@ class SourceSpec(Struct, frozen=True, kw_only=True):
     address: str
     device: str = "cpu"
     slots: int = 32
+    sockets: int = 1
+    nixl: bool = False
 
 
 class SourceReady(Struct, frozen=True, kw_only=True):
@@ -51,16 +55,18 @@ class SourceReady(Struct, frozen=True, kw_only=True):
     arena: ArenaDescriptor
     endpoint: str
     raw_endpoint: str
+    nixl: NixlDescriptor | None = None
 
 
 def main() -> None:
     """Serve until standard input ends."""
     spec = msgspec.json.decode(sys.argv[1], type=SourceSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started us
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(spec.sockets)
     try:
         arena, stage = _filled(spec)
         server = HostServer(context, f"tcp://{spec.address}:0", arena, worker="bench", stage=stage)
+        nixl = NixlEnd("bench-source", in_memory(arena), 1 << 12) if spec.nixl else None
     except DiptychError as error:
         sys.exit(error.message)
     raw = context.socket(zmq.ROUTER)
@@ -74,10 +80,13 @@ def main() -> None:
         arena=arena.descriptor(),
         endpoint=server.endpoint,
         raw_endpoint=raw.get_string(zmq.LAST_ENDPOINT).rstrip("\0"),
+        nixl=None if nixl is None else nixl.descriptor,
     )
     print(msgspec.json.encode(ready).decode(), flush=True)
     sys.stdin.read()
     server.close()
+    if nixl is not None:
+        nixl.close()
     context.term()
     thread.join()
 

@@ -17,14 +17,14 @@ from shared.device.device import SharedKv
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.codecs.frame import CodecName
 from shared.kv.codecs.planner import CodecFigures
-from shared.messages.bulk import Chunk, Fetch, FetchRefused, FromReader, Probe, ProbeEcho, ToReader
+from shared.messages.bulk import Chunk, Fetch, FetchRefused, Probe, ProbeEcho, ToReader
 from shared.transport.bulk.calibration import measure_figures
-from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits
+from shared.transport.bulk.fetches import Done, Failed, Fetches, FetchLimits, Send
 from shared.transport.bulk.landing import Landing, OpenJob
 from shared.transport.bulk.plan import plan_fetch
 from shared.transport.bulk.rates import PairRates
 from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
-from shared.transport.bulk.source_link import Context, Peer, SourceLink
+from shared.transport.bulk.source_link import Context, Lane, Peer, SourceLink
 from shared.transport.bulk.stage import InStage
 from shared.transport.bulk.staging import keep_staging_memory
 
@@ -177,7 +177,9 @@ class HostReader(Generic[Source]):
         while not self._orders.empty():
             self._orders.get()(now)
         for source, link in list(self._links.items()):
-            self._receive(source, link, now)
+            for lane in link.lanes:
+                if self._links.get(source) is link:
+                    self._receive(source, link, lane, now)
         for source, link in list(self._links.items()):
             if not link.tested and now >= link.deadline:
                 seconds = self._limits.probe
@@ -189,29 +191,29 @@ class HostReader(Generic[Source]):
             link.flush()
 
     def _pause(self) -> int | None:
-        if any(link.outbox for link in self._links.values()):
+        if any(link.waiting for link in self._links.values()):
             return int(1000 * _RETRY)
         if self._machine or not all(link.tested for link in self._links.values()):
             return int(1000 * _TICK)
         return None
 
     def _connect(self, source: Source, peer: Peer, now: float) -> None:
-        nonce = secrets.randbits(53)
+        nonces = [secrets.randbits(53) for _ in range(self._limits.fetch.sockets)]
         if peer.codec == "auto" and self._figures is None:
             self._figures = measure_figures(peer.layout or self._target.layout)
         rates = PairRates(self._figures or ())
         deadline = time.monotonic() + self._limits.probe
         try:
             link = SourceLink(
-                self._context, self._poller, peer, rates, nonce=nonce, deadline=deadline
+                self._context, self._poller, peer, rates, nonces=nonces, deadline=deadline
             )
         except DiptychError as error:
             self._tell(Opened(source, error.payload()))
             return
         self._links[source] = link
-        link.outbox.append(
-            self._encoder.encode(Probe(nonce=nonce, arena=peer.arena, size=PROBE_BYTES))
-        )
+        for lane in link.lanes:
+            probe = Probe(nonce=lane.nonce, arena=peer.arena, size=PROBE_BYTES)
+            lane.outbox.append(self._encoder.encode(probe))
 
     def _begin(self, job: FetchJob[Source], now: float) -> None:
         link = self._links.get(job.source)
@@ -258,10 +260,10 @@ class HostReader(Generic[Source]):
         self._drop(source, why, now)
         self._tell(Opened(source, _error(why)))
 
-    def _receive(self, source: Source, link: SourceLink, now: float) -> None:
+    def _receive(self, source: Source, link: SourceLink, lane: Lane, now: float) -> None:
         for _ in range(_BUDGET):
             try:
-                frames = _next_message(link.socket)
+                frames = _next_message(lane.socket)
             except zmq.Again:
                 return
             try:
@@ -276,7 +278,7 @@ class HostReader(Generic[Source]):
                 case FetchRefused():
                     self._machine.refused(source, message, now)
                 case ProbeEcho():
-                    self._echo(source, link, message, payload)
+                    self._echo(source, link, lane, message, payload)
             if source not in self._links:
                 return
             self._carry_out()
@@ -289,18 +291,23 @@ class HostReader(Generic[Source]):
         if not self._machine.wants(source, job, index):
             self._machine.arrived(source, job, attempt, now)
             return
-        why = self._landing.put(self._open[job], header, payload)
+        why = self._landing.put(self._open[self._machine.job_of(job)], header, payload)
         if why is None:
             self._machine.landed(job, attempt, index, now)
         else:
             self._machine.bad(job, attempt, index, why, now)
 
     def _echo(
-        self, source: Source, link: SourceLink, echo: ProbeEcho, payload: Sequence[memoryview]
+        self,
+        source: Source,
+        link: SourceLink,
+        lane: Lane,
+        echo: ProbeEcho,
+        payload: Sequence[memoryview],
     ) -> None:
-        if link.tested or echo.nonce != link.nonce:
+        if lane.tested or echo.nonce != lane.nonce:
             return
-        expected = probe_pattern(link.nonce, PROBE_BYTES).tobytes()
+        expected = probe_pattern(lane.nonce, PROBE_BYTES).tobytes()
         if echo.arena != link.peer.arena:
             why = f"{link.peer.endpoint} has another KV pool than announced (restarted?)"
             self._fail_link(source, why, time.monotonic())
@@ -308,8 +315,9 @@ class HostReader(Generic[Source]):
             why = f"{link.peer.endpoint} garbled the self-test"
             self._fail_link(source, why, time.monotonic())
         else:
-            link.tested = True
-            self._tell(Opened(source, None))
+            lane.tested = True
+            if link.tested:
+                self._tell(Opened(source, None))
 
     def _carry_out(self) -> None:
         for effect in self._machine.take():
@@ -333,17 +341,17 @@ class HostReader(Generic[Source]):
                     self._close_job(effect.job)
                     self._tell(effect)
                 case _:
-                    self._send(effect.source, effect.message)
+                    self._send(effect)
 
     def _close_job(self, job: int) -> OpenJob:
         open_ = self._open.pop(job)
         open_.rates.over(time.monotonic())
         return open_
 
-    def _send(self, source: Source, message: FromReader) -> None:
-        link = self._links.get(source)
+    def _send(self, effect: Send[Source]) -> None:
+        link = self._links.get(effect.source)
         if link is not None:
-            link.outbox.append(self._encoder.encode(message))
+            link.lanes[effect.lane].outbox.append(self._encoder.encode(effect.message))
 
 
 def _next_message(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:

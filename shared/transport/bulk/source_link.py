@@ -1,8 +1,9 @@
-"""A reader's socket towards one source of KV, and what waits to be sent on it."""
+"""A reader's sockets towards one source of KV, and what waits to be sent on each."""
 
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import zmq
@@ -38,31 +39,20 @@ class Peer(Struct, frozen=True, kw_only=True):
     security: CurveClient | None = None
 
 
-class SourceLink:
+class Lane:
     """One DEALER, polled by ``poller`` as long as it is open.
 
-    ``nonce`` and ``deadline`` belong to the self-test, which sets ``tested``.
-
-    Raises:
-        BadConfig: the endpoint makes no sense.
+    ``nonce`` belongs to its self-test, which sets ``tested``.
     """
 
     def __init__(
-        self,
-        context: Context,
-        poller: zmq.Poller,
-        peer: Peer,
-        rates: PairRates,
-        *,
-        nonce: int,
-        deadline: float,
+        self, context: Context, poller: zmq.Poller, peer: Peer, identity: bytes, nonce: int
     ) -> None:
-        self.peer = peer
-        self.rates = rates
         self.nonce = nonce
-        self.deadline = deadline
         self.tested = False
         self.outbox: deque[bytes] = deque()
+        self._peer = peer
+        self._identity = identity
         self._context = context
         self._poller = poller
         self._watch = WriteWatch()
@@ -86,12 +76,63 @@ class SourceLink:
         self.socket.close(linger=0)
 
     def _reopen(self) -> None:
-        log.warning("nothing could be sent to %s for a while; connecting anew", self.peer.endpoint)
+        log.warning("nothing could be sent to %s for a while; connecting anew", self._peer.endpoint)
         self.close()
         self.socket = self._connect()
 
     def _connect(self) -> "zmq.Socket[bytes]":
-        peer = self.peer
-        socket = connect(self._context, peer.endpoint, peer.identity, _LIMITS, peer.security)
+        peer = self._peer
+        socket = connect(self._context, peer.endpoint, self._identity, _LIMITS, peer.security)
         self._poller.register(socket, zmq.POLLIN)
         return socket
+
+
+class SourceLink:
+    """All sockets towards one source, one per nonce; the self-test has to pass over each.
+
+    Raises:
+        BadConfig: the endpoint makes no sense.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        poller: zmq.Poller,
+        peer: Peer,
+        rates: PairRates,
+        *,
+        nonces: Sequence[int],
+        deadline: float,
+    ) -> None:
+        self.peer = peer
+        self.rates = rates
+        self.deadline = deadline
+        self.lanes: list[Lane] = []
+        try:
+            for number, nonce in enumerate(nonces):
+                # The source knows a reader by its routing id: each socket is a reader to it.
+                identity = peer.identity + (b"/%d" % number if number else b"")
+                self.lanes.append(Lane(context, poller, peer, identity, nonce))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tested(self) -> bool:
+        """True once the self-test has passed."""
+        return all(lane.tested for lane in self.lanes)
+
+    @property
+    def waiting(self) -> bool:
+        """True while something could not be sent yet."""
+        return any(lane.outbox for lane in self.lanes)
+
+    def flush(self) -> None:
+        """Send what waits on any socket, as far as they take it."""
+        for lane in self.lanes:
+            lane.flush()
+
+    def close(self) -> None:
+        """Close every socket at once."""
+        for lane in self.lanes:
+            lane.close()
