@@ -4,6 +4,8 @@ import platform
 from collections.abc import Collection
 from typing import Final
 
+_X86: Final = ("x86_64", "AMD64")
+
 NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "generic": (),
     "avx2": ("avx2", "fma", "f16c"),
@@ -22,6 +24,3 @@ def runnable(flags: Collection[str]) -> list[str]:
             break
         found.append(tier)
     return found
-
-
-_X86: Final = ("x86_64", "AMD64")
