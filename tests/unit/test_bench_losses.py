@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import typer
 from msgspec import Struct
+from rich.console import Console
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
@@ -16,6 +17,9 @@ from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
 from shared.precision import Precision
 from tools.bench.codecs_quality import BestTokens
+from tools.bench.engine import command
+from tools.bench.engine.contestant import EngineFailed
+from tools.bench.engine.rounds import Entry
 from tools.bench.options import with_options
 from tools.bench.quality import measure as quality
 from tools.bench.quality.command import breaches, quality_rows
@@ -147,6 +151,28 @@ def test_text_is_cut_into_whole_windows(tmp_path: Path) -> None:
         read_windows(plan(tmp_path / "t", 8, 1))
     with pytest.raises(BadConfig, match="cannot read"):
         read_windows(plan(tmp_path / "absent", 8, 1))
+
+
+@pytest.mark.usefixtures("words")
+def test_the_log_of_an_engine_that_failed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a sentence that names a log which the command has just removed."""
+
+    def failing(_: object, entry: Entry, *rest: object) -> None:
+        folder = rest[-1]
+        assert isinstance(folder, Path)
+        log = folder / f"{entry.launch.name}.log"
+        log.write_text("why")
+        raise EngineFailed(str(log))
+
+    monkeypatch.setattr(quality, "_measure", failing)
+    monkeypatch.setattr(quality.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "resolve_model", lambda _: tmp_path)
+    (tmp_path / "t").write_text("a b c d")
+    with pytest.raises(EngineFailed) as failed:
+        quality.measure(plan(tmp_path / "t", 3, 1), [], Console(quiet=True))
+    assert Path(failed.value.message).read_text() == "why"
 
 
 @pytest.mark.usefixtures("words")

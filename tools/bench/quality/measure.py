@@ -1,5 +1,6 @@
 """Read a text with every precision and KV dtype; compare what each thinks comes next."""
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def measure(plan: Plan, chosen: Sequence[Variant], console: Console) -> list[Qua
     """Measure the variants one after the other, fp32 first as it is the reference.
 
     Raises:
-        EngineFailed: one cannot be loaded or run.
+        EngineFailed: one cannot be loaded or run; its log stays where the sentence says.
     """
     windows = read_windows(plan)
     shape = Shape("decode", len(windows), max(plan.window, _CONTEXT))
@@ -121,13 +122,14 @@ def measure(plan: Plan, chosen: Sequence[Variant], console: Console) -> list[Qua
     order = [REFERENCE, *(variant for variant in chosen if variant != REFERENCE)]
     rows = []
     reference: Scores | None = None
-    with tempfile.TemporaryDirectory(prefix="diptych-quality-") as folder:
-        for one in order:
-            (entry,) = own_entries(engine_plan, [one.precision], [one.kv_dtype])
-            with console.status(f"reading with {entry.launch.name}"):
-                row, scores = _measure(one, entry, windows, reference, Path(folder))
-            reference = reference or scores
-            rows.append(row)
+    folder = Path(tempfile.mkdtemp(prefix="diptych-quality-"))
+    for one in order:
+        (entry,) = own_entries(engine_plan, [one.precision], [one.kv_dtype])
+        with console.status(f"reading with {entry.launch.name}"):
+            row, scores = _measure(one, entry, windows, reference, folder)
+        reference = reference or scores
+        rows.append(row)
+    shutil.rmtree(folder)
     return rows
 
 
