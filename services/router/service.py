@@ -99,6 +99,7 @@ class RouterService:
                 if stop.is_set():
                     self.feed(DrainRouter())
                 self.feed(Tick(self._rejected()))
+                self._frequent.flush()
                 if not self._stopped:
                     await self._alarm.sleep_until(self.state.wake_at)
         finally:

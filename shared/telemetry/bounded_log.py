@@ -36,17 +36,29 @@ class BoundedLog:
         self._log = log
         self._budget = LineBudget()
         self._omitted = 0
+        self._announced = False
 
     def warning(self, text: str) -> None:
         """Write one line, whatever ``text`` contains, or count it as left out."""
         if not self._budget.take(time.monotonic()):
-            if self._omitted == 0:
-                self._log.warning("more of this kind follows faster than it is written")
             self._omitted += 1
+            if not self._announced:
+                self._announced = True
+                self._log.warning("more of this kind follows faster than it is written")
             return
+        self._log.warning("%s%s", one_line(text), self._left_out())
+
+    def flush(self) -> None:
+        """Tell what was left out if nothing has come since; called about once a second."""
+        if not self._omitted:
+            self._announced = False
+        elif self._budget.take(time.monotonic()):
+            self._log.warning("no more of this kind%s", self._left_out())
+
+    def _left_out(self) -> str:
         rest = f" ({self._omitted} lines before this one were left out)" if self._omitted else ""
         self._omitted = 0
-        self._log.warning("%s%s", one_line(text), rest)
+        return rest
 
 
 def one_line(text: str) -> str:

@@ -20,7 +20,7 @@ _BLOCK: Final = 32
 
 
 class Share(Struct, frozen=True):
-    """``cores`` are logical CPUs to run on, in ascending order."""
+    """``cores`` are logical CPUs to run on, and the first ``threads`` of them one thread's each."""
 
     cores: tuple[int, ...]
     threads: int
@@ -70,7 +70,7 @@ def share_of_machine(groups: Sequence[tuple[int, ...]], index: int, count: int) 
     """
     if count <= len(groups):
         mine = share_of_cores(groups, index, count)
-        return Share(tuple(sorted(cpu for group in mine for cpu in group)), len(mine))
+        return Share(tuple(one_of_each_first(mine)), len(mine))
     cpus = share_of_cores(one_of_each_first(groups), index, count)
     return Share(tuple(sorted(cpus)), len(cpus))
 

@@ -36,6 +36,7 @@ class Crew:
         self._board = board
         self._place = place
         self._lent: tuple[int, ...] = ()
+        self._refused: set[int] = set()
 
     def busy(self) -> None:
         """A step is about to be run: this worker's cores are its own."""
@@ -50,10 +51,17 @@ class Crew:
 
         On the thread whose steps they are to help with.
         """
-        idle = self._board.idle_cores()[: self._room]
-        if idle != self._lent:
-            self._lent = idle
-            if not self._place(self._own, idle):
-                log.warning("cores %s cannot be borrowed: not allowed, or no native kernels", idle)
-                self._room, self._lent = 0, ()
+        idle = [cpu for cpu in self._board.idle_cores() if cpu not in self._refused]
+        wanted = tuple(idle[: self._room])
+        if wanted != self._lent:
+            self._lent = wanted if self._place(self._own, wanted) else self._allowed(wanted)
         return len(self._lent)
+
+    def _allowed(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of some CPUs that this process may use; the others are not tried again."""
+        refused = {cpu for cpu in wanted if not self._place(self._own, (cpu,))}
+        self._refused |= refused
+        if refused:
+            log.warning("cores %s are not borrowed: not allowed, or no kernels", sorted(refused))
+        allowed = tuple(cpu for cpu in wanted if cpu not in refused)
+        return allowed if self._place(self._own, allowed) else ()

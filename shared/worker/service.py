@@ -69,6 +69,7 @@ from shared.worker.step_runner import StepRunner
 log = logging.getLogger(__name__)
 
 _TICK = 0.1
+_TICKS_OF_A_SECOND = 10
 _FAILED_STEPS_IN_A_ROW = 3
 _IDLE_BEFORE_CHECK = 30
 _LAST_SECONDS = 10
@@ -113,6 +114,7 @@ class WorkerService:
         self._queue: deque[Event] = deque()
         self._failed_steps = 0
         self._idle_ticks = 0
+        self._ticks = 0
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._incarnation = new_incarnation()
@@ -247,6 +249,10 @@ class WorkerService:
             self._announced = True
             self._ready.write(self._incarnation)
             log.info("%s is ready", self._settings.worker)
+        self._ticks += 1
+        if self._ticks % _TICKS_OF_A_SECOND == 0:
+            self._board.refresh()
+            self._warnings.flush()
         self._idle_ticks = self._idle_ticks + 1 if self.state.idle else 0
         if self._idle_ticks == _IDLE_BEFORE_CHECK:
             try:

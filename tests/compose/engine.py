@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -55,6 +57,34 @@ class Project:
         if check and done.returncode != 0:
             raise AssertionError(f"{arguments} ended with {done.returncode}: {done.stderr[-3000:]}")
         return done.stdout
+
+    @contextmanager
+    def watching(self, tree: Path, *services: str) -> Iterator[None]:
+        """Run ``compose watch`` on another copy of the project meanwhile, once it looks."""
+        files = [part for file in FILES for part in ("-f", file)]
+        watch = subprocess.Popen(
+            [*self._command, "-p", self.name, *files, "watch", "--no-up", *services],
+            cwd=tree,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            said = ""
+            assert watch.stdout is not None
+            for line in watch.stdout:  # the test's own deadline ends this
+                said += line
+                if "watch" in line.lower():
+                    break
+            else:
+                raise AssertionError(f"watch ended with {watch.wait()}: {said}")
+            yield
+        finally:
+            watch.terminate()
+            watch.wait(30)
+            if watch.stdout is not None:
+                watch.stdout.close()
 
     def inside(self, service: str, *command: str, index: int = 1) -> str:
         """Run a command inside a container and return its stdout."""

@@ -4,17 +4,19 @@ Run by ``make compose-test``; skipped where no container engine is running.
 """
 
 import re
+import shutil
 import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
 import pytest
 from openai import OpenAI
 
-from tests.compose.engine import Project, find_compose
+from tests.compose.engine import REPO, Project, find_compose
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
@@ -113,6 +115,12 @@ def workers(project: Project) -> set[str]:
     return {re.search(r'worker="([^"]+)"', k)[1] for k, v in found.items() if v}  # type: ignore[index]
 
 
+def restarted(project: Project, name: str, before: str) -> bool:
+    """Return whether a service is there again, as another process."""
+    script = f"cat /run/diptych/{name}.ready || true"
+    return project.inside("decode", "sh", "-c", script) not in ("", before)
+
+
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + READY
     while not condition():
@@ -126,6 +134,12 @@ def all_healthy(project: Project) -> bool:
         for name, state in project.states().items()
         if not re.search("keys|models", name)
     )
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    """Return a copy of what `compose watch` looks at, to be edited."""
+    ignored = shutil.ignore_patterns(".git", ".venv", ".*cache", "__pycache__", "reports")
+    return Path(shutil.copytree(REPO, folder / "tree", ignore=ignored))
 
 
 def ready_file(project: Project, name: str) -> str:
@@ -215,6 +229,35 @@ def test_decode_scales_to_two_and_back(
     )
     assert done == expected
     wait_for(lambda: len(workers(project)) == 2, "one decode worker")
+
+
+def test_an_anchor_that_is_killed_comes_back_with_all_that_joined_it(
+    project: Project, client: OpenAI, expected: list[str]
+) -> None:
+    """The kernel ends every process of its namespace; `up` starts what the engine gave up on."""
+    before = ready_file(project, "decode-0")
+    project.run("kill", "-s", "KILL", "anchor")
+    project.run("up", "-d", "--wait", timeout=600)
+    wait_for(lambda: workers(project) == {"prefill-0", "decode-0"}, "workers back")
+    assert ready_file(project, "decode-0") != before
+    assert ask(client, PROMPTS[0]) == expected[0]
+
+
+def test_watch_restarts_the_service_that_is_edited_and_no_other(
+    project: Project, client: OpenAI, expected: list[str], tmp_path: Path
+) -> None:
+    """While developing, an edit must not cost the loaded models of the workers."""
+    names = ("router", "prefill-0", "decode-0")
+    before = {name: ready_file(project, name) for name in names}
+    tree = copy_of_the_project(tmp_path)
+    with project.watching(tree, "router", "prefill", "decode"):
+        (tree / "services/router/__init__.py").write_text('"""Edited."""\n', encoding="utf-8")
+        wait_for(lambda: restarted(project, "router", before["router"]), "router restarted")
+        wait_for(lambda: workers(project) == {"prefill-0", "decode-0"}, "workers are welcome")
+    edited = project.inside("router", "cat", "/app/services/router/__init__.py")
+    assert "Edited" in edited
+    assert all(ready_file(project, name) == before[name] for name in names[1:])
+    assert ask(client, PROMPTS[0]) == expected[0]
 
 
 def test_a_second_up_changes_nothing(project: Project, client: OpenAI, expected: list[str]) -> None:

@@ -135,6 +135,27 @@ def test_a_flood_of_lines_is_cut_and_counted(caplog: pytest.LogCaptureFixture) -
     assert "more of this kind follows" in caplog.messages[20]
 
 
+def test_what_was_left_out_is_told_even_if_nothing_follows(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a flood was never counted, at the end of the process neither."""
+    now = 0.0
+    monkeypatch.setattr("shared.telemetry.bounded_log.time.monotonic", lambda: now)
+    log = BoundedLog(logging.getLogger("flood"))
+    with caplog.at_level(logging.WARNING):
+        for number in range(30):
+            log.warning(f"request {number}")
+        log.flush()
+        assert "follows" in caplog.messages[-1]
+        now = 1.0
+        log.flush()
+        assert caplog.messages[-1] == (
+            "no more of this kind (10 lines before this one were left out)"
+        )
+        log.flush()
+    assert len(caplog.messages) == 22
+
+
 def test_a_budget_fills_up_again() -> None:
     budget = LineBudget(burst=2, per_second=0.5)
     assert [budget.take(now) for now in (10.0, 10.0, 10.0, 11.0, 12.0, 12.0)] == [

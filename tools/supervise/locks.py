@@ -98,7 +98,15 @@ def wait_for_services(paths: RunPaths, timeout: float) -> bool:
 
 def clean(paths: RunPaths) -> None:
     """Remove what a finished or killed run left behind; logs stay."""
-    for pattern in ("*.sock", "*.sock.*", "*.ready", "*.ready.*", "supervisor.*", "services.lock"):
+    for pattern in (
+        "*.sock",
+        "*.sock.*",
+        "*.ready",
+        "*.ready.*",
+        "supervisor.*",
+        "services.lock",
+        "cores-*",
+    ):
         for leftover in paths.root.glob(pattern):
             leftover.unlink(missing_ok=True)
 
