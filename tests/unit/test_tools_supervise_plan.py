@@ -39,6 +39,12 @@ def test_every_process_has_a_section() -> None:
     assert conf["group:workers"]["programs"] == "prefill-0,prefill-1,decode-0"
 
 
+def test_threads_on_borrowed_cores_do_not_spin_there() -> None:
+    """They took half of a core for some ms from the worker it belongs to."""
+    conf = render(SPLIT)
+    assert conf["program:decode-0"]["environment"] == 'GOMP_SPINCOUNT="1000"'
+
+
 def test_colocated_workers_run_the_decode_service() -> None:
     deployment = msgspec.convert(MIXED, Deployment)
     assert [(p.name, p.module) for p in processes(deployment)] == [
