@@ -96,6 +96,8 @@ def _pairs(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
     )
     for worker in workers:
         for pair in worker.pairs:
+            if pair.former:
+                continue  # the pair's newest path has these labels, too
             gate.add_metric((worker.worker, pair.source, pair.pipeline_reason or "none"), 1.0)
     yield gate
 

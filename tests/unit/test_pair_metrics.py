@@ -149,6 +149,8 @@ def test_the_metrics_page_tells_the_pairs_apart() -> None:
         assert {k: float(v) for k, v in found.items()} == {"prefill-0": near, "prefill-1": far}
     assert 'source="prefill-0",worker="decode-0"' in page.replace("\n", "")
     assert 'diptych_kv_pipelining{reason="configured",source="prefill-1",worker="decode-0"}' in page
+    series = re.findall(r"(?m)^(diptych_\S+) ", page)
+    assert len(series) == len(set(series)), "a scrape with a series twice is refused as a whole"
     assert 'path="ipc",reason="self_test"' in page and 'reason="other_host"' in page
     labels = 'path="host",reason="cannot_map",source="prefill-0",worker="decode-0"'
     assert f"diptych_kv_bytes_total{{{labels}}} 70.0" in page
