@@ -40,9 +40,10 @@ class CoreBoard:
         self.refresh()
 
     def mark(self, state: Literal["idle", "busy"]) -> None:
-        """Say what this worker does."""
-        self._state = _BUSY if state == "busy" else _IDLE
-        self._write()
+        """Say what this worker does; ``refresh`` sees to it that it stands there."""
+        before, self._state = self._state, _BUSY if state == "busy" else _IDLE
+        if self._state != before:  # not once more with every step
+            self._write()
 
     def idle_cores(self) -> tuple[int, ...]:
         """Return CPUs for one thread each: of idle workers, and of no other one nor this one."""

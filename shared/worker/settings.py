@@ -1,6 +1,7 @@
 """What one worker process needs of the deployment file."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -92,7 +93,8 @@ def worker_settings(
     role = dict(known)[worker]
     section: WorkerSection = getattr(deployment.workers, role)
     index = [name for name, _ in known].index(worker)
-    share = _share(deployment, section, worker)
+    groups = _cores_here()
+    share = _share(deployment, index, groups)
     precision = chosen_precision(section.precision, role, section.device)
     transfer = deployment.transfer
     return WorkerSettings(
@@ -119,7 +121,7 @@ def worker_settings(
         threads_named=section.threads is not None,
         borrow_cores=section.borrow_cores,
         index=index,
-        shares=tuple(share if i == index else _others(deployment, i) for i in range(len(known))),
+        shares=tuple(_share_if_here(deployment, i, groups) for i in range(len(known))),
         runtime_dir=str(runtime_dir(deployment)),
         kv_endpoint=kv_endpoint(deployment, worker),
         kv_advertised=advertised(deployment, kv_endpoint(deployment, worker)),
@@ -152,21 +154,25 @@ def most_threads(settings: WorkerSettings, config: dict[str, Any]) -> int:
     return min(most, useful_threads(hidden))
 
 
-def _others(deployment: Deployment, index: int) -> Share:
-    """Return another worker's share; none of one whose cores this machine does not have."""
-    worker, role = worker_ids(deployment)[index]
+def _cores_here() -> list[tuple[int, ...]]:
+    """Return the logical CPUs that this process may use, core by core."""
+    available = sorted(os.sched_getaffinity(0))
+    return physical_cores(available, read_siblings(available))
+
+
+def _share_if_here(deployment: Deployment, index: int, groups: Sequence[tuple[int, ...]]) -> Share:
+    """Return any worker's share; none of one whose cores this machine does not have."""
     try:
-        return _share(deployment, getattr(deployment.workers, role), worker)
+        return _share(deployment, index, groups)
     except BadConfig:
         return Share((), 0)
 
 
-def _share(deployment: Deployment, section: WorkerSection, worker: WorkerId) -> Share:
-    available = sorted(os.sched_getaffinity(0))
+def _share(deployment: Deployment, index: int, groups: Sequence[tuple[int, ...]]) -> Share:
     workers = worker_ids(deployment)
+    worker, role = workers[index]
+    section: WorkerSection = getattr(deployment.workers, role)
     if section.cores is None:
-        index = [name for name, _ in workers].index(worker)
-        groups = physical_cores(available, read_siblings(available))
         return share_of_machine(groups, index, len(workers))
     number = int(worker.rpartition("-")[2])
     if number >= len(section.cores):
@@ -175,6 +181,7 @@ def _share(deployment: Deployment, section: WorkerSection, worker: WorkerId) -> 
             f"{worker} needs number {number + 1}"
         )
     cores = section.cores[number]
+    available = sorted(cpu for group in groups for cpu in group)
     if not cores or not set(cores) <= set(available):
         raise BadConfig(f"{worker} may only use cores out of {available}, not {list(cores)}")
     return Share(cores, len(cores))
