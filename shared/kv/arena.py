@@ -11,7 +11,6 @@ even after ``kill -9``, and a reader's mapping outlives its owner.
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import struct
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from shared.errors import IncompatiblePeer, ResourceMissing, TransferFailed
 from shared.kv.dtypes import TORCH_DTYPES
 from shared.kv.layout import KvLayout
+from shared.kv.mapping import map_file, take_huge_pages
 from shared.kv.memory import available_memory
 from shared.messages.prefill_decode import ArenaDescriptor
 
@@ -62,14 +62,18 @@ class KvArena:
     """
 
     def __init__(
-        self, layout: KvLayout, memory: mmap.mmap, descriptor: ArenaDescriptor, owned_fd: int | None
+        self,
+        layout: KvLayout,
+        memory: memoryview,
+        descriptor: ArenaDescriptor,
+        owned_fd: int | None,
     ) -> None:
         self.layout = layout
         self.num_blocks = descriptor.num_blocks
         self.read_only = owned_fd is None
         self._descriptor = descriptor
         self._fd = owned_fd
-        self._memory: mmap.mmap | None = memory
+        self._memory: memoryview | None = memory
         self.generations: NDArray[np.uint64] = np.frombuffer(
             memory, dtype="<u8", count=self.num_blocks, offset=_PAGE
         )
@@ -90,7 +94,7 @@ class KvArena:
     def create(cls, layout: KvLayout, num_blocks: int) -> "KvArena":
         """Make a new arena, zeroed, with all generations 0.
 
-        Pages are taken from the machine as they are first written.
+        Its memory is taken from the machine now, in huge pages where the kernel has them.
 
         Raises:
             ResourceMissing: not enough memory is available, or no memfd can be made.
@@ -109,10 +113,11 @@ class KvArena:
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(fd, size)
-        except (OSError, ValueError, OverflowError) as error:
+            memory = map_file(fd, size, writable=True)
+        except OSError as error:
             os.close(fd)
             raise ResourceMissing(f"cannot map {size} bytes for KV: {error}") from error
+        take_huge_pages(memory)
         arena_id = 1 | int.from_bytes(os.urandom(8), "little") >> 1
         fingerprint = layout.fingerprint().encode()
         _HEADER.pack_into(
@@ -185,15 +190,12 @@ class KvArena:
         """
         self._k, self._v, self._raw = [], [], []
         self.generations = np.empty(0, dtype="<u8")
-        memory, self._memory = self._memory, None
+        self._memory = None
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
-        if memory is not None:
-            with contextlib.suppress(BufferError):  # an outside tensor: unmapped when it dies
-                memory.close()
 
-    def _bytes(self, memory: mmap.mmap, offset: int, block_bytes: int) -> Bytes2d:
+    def _bytes(self, memory: memoryview, offset: int, block_bytes: int) -> Bytes2d:
         count = self.num_blocks * block_bytes
         flat = np.frombuffer(memory, dtype=np.uint8, count=count, offset=offset)
         return flat.reshape(self.num_blocks, block_bytes)
@@ -249,7 +251,7 @@ def _open_memfd(where: str) -> int:
     return os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
 
 
-def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> mmap.mmap:
+def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where: str) -> memoryview:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != descriptor.size:
         raise TransferFailed(
@@ -260,12 +262,11 @@ def _map_verified(fd: int, descriptor: ArenaDescriptor, layout: KvLayout, where:
     header = os.pread(fd, _HEADER.size, 0)
     check_header(header, descriptor, layout, where)
     try:
-        memory = mmap.mmap(fd, descriptor.size, access=mmap.ACCESS_READ)
-    except (OSError, ValueError, OverflowError) as error:
+        memory = map_file(fd, descriptor.size, writable=False)
+    except OSError as error:
         raise TransferFailed(f"cannot map the KV arena {where}: {error}") from error
     # The random arena id is the canary: the mapping must show what the owner announced.
     if memory[: _HEADER.size] != header:
-        memory.close()
         raise TransferFailed(f"the mapping of the KV arena {where} shows other bytes")
     return memory
 
