@@ -122,6 +122,20 @@ def test_goals_compare_with_the_better_peer_of_the_same_shape() -> None:
     assert len(verdict_rows(list(verdicts.values()))) == 4
 
 
+def test_a_goal_holds_for_each_kv_dtype_of_a_precision() -> None:
+    """Guards figures with another KV dtype that nobody judges, or judges by another precision's."""
+    cells = [
+        figures("diptych-int8-kv-bf16", SHORT, 6.0),
+        figures("diptych-int8-kv-int8", SHORT, 5.0),
+        figures("vllm-cpu-w8a8", SHORT, 16.0),
+    ]
+    verdicts = judge(cells, [])
+    assert [(v.ours, v.met) for v in verdicts] == [
+        ("diptych-int8-kv-bf16", False),
+        ("diptych-int8-kv-int8", True),
+    ]
+
+
 def test_ratios_are_ours_over_theirs() -> None:
     cells = [figures("diptych-bf16", SHORT, 6.0), figures("peer", SHORT, 12.0)]
     rows = ratio_rows(cells, (SHORT, LONG), ["diptych-bf16", "peer"])

@@ -199,6 +199,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     precision: Annotated[
         str | None, typer.Option(help="Ours, with commas between; else each but fp32.")
     ] = None
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of our KV, with commas between; else the precision's own.")
+    ] = None
     batch: Annotated[str, typer.Option(help="Sequences per decode step.")] = "1,4,16"
     prefill: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "1024"
     context: Annotated[
@@ -214,9 +217,6 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 class OwnOptions(EngineOptions, frozen=True, kw_only=True):
     """Of ``bench engine``."""
 
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="Of KV, with commas between; else each precision's own.")
-    ] = None
     sampling: Annotated[
         str, typer.Option(help="Of decode and host: greedy, mixed (what requests ask for), or both")
     ] = "greedy"
@@ -262,8 +262,7 @@ def bench_engine(options: OwnOptions) -> int:
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
     chosen = command.precisions(options.precision, command.FOR_SPEED)
     plan = _engine_plan(options, command.sampling_kinds(options.sampling))
-    kv = (None,) if options.kv_dtype is None else command.kv_dtypes(options.kv_dtype)
-    entries = command.own_entries(plan, chosen, kv)
+    entries = command.own_entries(plan, chosen, command.kv_dtypes(options.kv_dtype))
     return command.bench_engine(plan, entries, out, options.as_json, console)
 
 
@@ -298,6 +297,8 @@ def bench_compare(options: CompareOptions) -> int:
 
     `diptych bench compare --precision bf16 --rounds 5`
 
+    `diptych bench compare --precision int8 --kv-dtype bf16,int8 --peers vllm-cpu-w8a8`
+
     `diptych bench compare --serving --peers vllm-cpu-bf16,vllm-cpu-w8a8 --rounds 3`
     """
     from tools.bench.compare import command as compare
@@ -320,7 +321,8 @@ def bench_compare(options: CompareOptions) -> int:
     chosen = command.precisions(options.precision, command.FOR_SPEED)
     out = options.out or command.default_output("compare")
     plan = _engine_plan(options)
-    return compare.engines(plan, chosen, peers, out, options.as_json, console)
+    ours = command.own_entries(plan, chosen, command.kv_dtypes(options.kv_dtype))
+    return compare.engines(plan, ours, peers, out, options.as_json, console)
 
 
 class QualityOptions(Struct, frozen=True, kw_only=True):

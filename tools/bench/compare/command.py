@@ -8,10 +8,10 @@ from rich.console import Console
 
 from shared.config import load_deployment
 from shared.errors import DiptychError, ResourceMissing
-from shared.precision import Precision
 from tools.bench.compare.engines import compare_engines
 from tools.bench.compare.serving import compare_serving
 from tools.bench.engine.figures import Plan
+from tools.bench.engine.rounds import Entry
 from tools.bench.peers.install import install, require
 from tools.bench.peers.peer import Peer
 from tools.bench.serve import Plan as ServePlan
@@ -42,7 +42,7 @@ def install_peers(peers: Sequence[Peer], console: Console) -> None:
 
 def engines(
     plan: Plan,
-    chosen: Sequence[Precision],
+    ours: Sequence[Entry],
     peers: Sequence[Peer],
     out: Path,
     as_json: bool,
@@ -50,7 +50,7 @@ def engines(
 ) -> int:
     """Compare engines. Returns the exit code."""
     require(peers)
-    code = compare_engines(plan, chosen, peers, out, console)
+    code = compare_engines(plan, ours, peers, out, console)
     return _shown(code, out, as_json)
 
 

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from shared.engine.model_files import resolve_model
 from shared.engine.weights import read_config
-from shared.precision import Precision
 from tools.bench.compare.goals import (
     Ratio,
     Verdict,
@@ -17,7 +16,7 @@ from tools.bench.compare.goals import (
     ratios_of,
     verdict_rows,
 )
-from tools.bench.engine.command import own_entries, race
+from tools.bench.engine.command import race
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
 from tools.bench.engine.report import (
@@ -43,10 +42,10 @@ class Comparison(EngineReport, frozen=True, kw_only=True):
 
 
 def compare_engines(
-    plan: Plan, chosen: Sequence[Precision], peers: Sequence[Peer], out: Path, console: Console
+    plan: Plan, ours: Sequence[Entry], peers: Sequence[Peer], out: Path, console: Console
 ) -> int:
     """Measure, print tables, write the report. Returns 1 if an engine failed, else 0."""
-    entries = [*own_entries(plan, chosen), *peer_entries(plan, peers)]
+    entries = [*ours, *peer_entries(plan, peers)]
     figures = race(plan, entries, console)
     names = [facts.name for facts in figures.engines]
     report = Comparison(

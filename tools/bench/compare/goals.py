@@ -11,7 +11,7 @@ from tools.bench.page import Rows
 class Goal(Struct, frozen=True, kw_only=True):
     """``ours`` in ms is to be at most ``bound`` times the best of ``peers`` at a shape.
 
-    ``tokens`` None is the shortest context, or prompt, that was measured.
+    ``tokens`` None is the shortest context, or prompt, that was measured; KV may be of any dtype.
     """
 
     kind: Kind
@@ -82,14 +82,14 @@ def verdict(what: str, ours: str, peer: str, ratio: float, bound: float) -> Verd
 
 def judge(cells: Sequence[Cell], grown: Sequence[Growth]) -> list[Verdict]:
     """Return a verdict for every goal whose figures are there."""
-    verdicts = [found for goal in GOALS if (found := _judge(goal, cells)) is not None]
+    verdicts = [found for goal in GOALS for found in _judge(goal, cells)]
     for growth in grown:
         what = f"{growth.short.label} to {growth.long.tokens:,}"
         verdicts.append(verdict(what, growth.engine, "memory copy", growth.ratio, GROWTH_BOUND))
     return verdicts
 
 
-def _judge(goal: Goal, cells: Sequence[Cell]) -> Verdict | None:
+def _judge(goal: Goal, cells: Sequence[Cell]) -> list[Verdict]:
     def fits(cell: Cell) -> bool:
         shape = cell.shape
         return (shape.kind, shape.batch) == (goal.kind, goal.batch) and goal.tokens in (
@@ -97,16 +97,19 @@ def _judge(goal: Goal, cells: Sequence[Cell]) -> Verdict | None:
             shape.tokens,
         )
 
-    mine = [cell for cell in cells if fits(cell) and cell.engine == goal.ours]
-    if not mine:
-        return None
-    own = min(mine, key=lambda cell: cell.shape.tokens)
-    others = [c for c in cells if c.shape == own.shape and c.engine in goal.peers]
-    if not others:
-        return None
-    best = min(others, key=lambda cell: cell.median)
-    ratio = own.median / best.median
-    return verdict(own.shape.label, goal.ours, best.engine, ratio, goal.bound)
+    verdicts = []
+    for name in dict.fromkeys(cell.engine for cell in cells):
+        if name != goal.ours and not name.startswith(f"{goal.ours}-kv-"):
+            continue
+        mine = [cell for cell in cells if fits(cell) and cell.engine == name]
+        own = min(mine, key=lambda cell: cell.shape.tokens, default=None)
+        others = [c for c in cells if own and c.shape == own.shape and c.engine in goal.peers]
+        if own is None or not others:
+            continue
+        best = min(others, key=lambda cell: cell.median)
+        ratio = own.median / best.median
+        verdicts.append(verdict(own.shape.label, name, best.engine, ratio, goal.bound))
+    return verdicts
 
 
 def verdict_rows(verdicts: Sequence[Verdict]) -> Rows:

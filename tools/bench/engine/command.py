@@ -38,9 +38,9 @@ def precisions(text: str | None, otherwise: Sequence[Precision]) -> tuple[Precis
     return tuple(otherwise) if text is None else _names("--precision", text, get_args(Precision))
 
 
-def kv_dtypes(text: str) -> tuple[KvDtype, ...]:
-    """Read `--kv-dtype`. Raises ``BadConfig`` with those there are."""
-    return _names("--kv-dtype", text, get_args(KvDtype))
+def kv_dtypes(text: str | None) -> tuple[KvDtype | None, ...]:
+    """Read `--kv-dtype`; None is the precision's own. Raises ``BadConfig`` with those there are."""
+    return (None,) if text is None else _names("--kv-dtype", text, get_args(KvDtype))
 
 
 def sampling_kinds(text: str) -> tuple[SamplingKind, ...]:
