@@ -128,7 +128,9 @@ struct Output {
   void* data;
   long stride;  // elements between rows
   long cols;    // columns that exist (after halving for Gate)
+  char* notes = nullptr;  // of Write in fp32: [threads][rows][kNoteBytes], see best.h
 };
+constexpr long kNoteBytes = 320;  // of a row, by one thread
 
 // ---------------------------------------------------------------- rows
 
@@ -233,6 +235,8 @@ struct HeadCall {  // logits of chosen rows: final norm and output projection
   Norm norm;
   Linear linear;
   float* logits;  // [count][outputs]
+  int64_t* best;  // [count]: the first of a row's best tokens, -1 where one is not finite
+  int threads;    // at most as many run this
   char* scratch;
 };
 

@@ -189,9 +189,15 @@ inline void run_head(const Crew& crew, const HeadCall& call) {
     const char* x = reinterpret_cast<const char*>(call.x + call.rows[row] * call.hidden);
     prepare_row<MemF32>(x, call.hidden, &call.norm, rows, row);
   });
+  char* notes = call.scratch + head_row_bytes(call);
+  long stride = call.count * kNoteBytes;
+  clear_notes(notes + crew.tid * stride, call.count);
   run_linear(crew, call.linear, rows, call.count,
              Output{Finish::Write, Store::F32, call.logits, call.linear.outputs,
-                    call.linear.outputs});
+                    call.linear.outputs, notes});
+  each_row(crew, call.count, [&](long row) {
+    call.best[row] = best_noted(notes + row * kNoteBytes, crew.threads, stride);
+  });
 }
 
 }  // namespace DIPTYCH_TIER

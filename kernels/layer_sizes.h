@@ -64,8 +64,12 @@ static inline StackSizes stack_sizes(const StackCall& call) {
   return z;
 }
 
+// Rows of inputs, then the threads' notes.
+static inline long head_row_bytes(const HeadCall& call) {
+  return round_up(call.count * row_bytes(call.linear.kind, call.hidden), 64);
+}
 static inline long head_bytes(const HeadCall& call) {
-  return call.count * row_bytes(call.linear.kind, call.hidden);
+  return head_row_bytes(call) + call.threads * call.count * kNoteBytes;
 }
 
 }  // namespace diptych

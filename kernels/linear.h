@@ -1,6 +1,7 @@
 // Linear layers on prepared rows, with what follows them fused into the write of each tile.
 #pragma once
 
+#include "best.h"
 #include "tile_matrix.h"
 
 namespace diptych {
@@ -33,9 +34,10 @@ DIPTYCH_INLINE void write_vector(const Output& out, long row, long col, VF y) {
   M::put(p, y);
 }
 
+// `notes`: this thread's of the row, or none.
 template <class M>
 DIPTYCH_INLINE void finish_row(const char* sums, const Linear& linear, long row, long block,
-                               const Output& out) {
+                               const Output& out, char* notes) {
   if (out.finish == Finish::Gate) {
     for (int v = 0; v < kBlockVecs / 2; ++v) {
       long lane = v * kLanes;
@@ -47,7 +49,9 @@ DIPTYCH_INLINE void finish_row(const char* sums, const Linear& linear, long row,
   }
   for (int v = 0; v < kBlockVecs; ++v) {
     long col = block * 32 + v * kLanes;
-    write_vector<M>(out, row, col, with_bias(sums + v * DIPTYCH_BYTES, linear, col));
+    VF y = with_bias(sums + v * DIPTYCH_BYTES, linear, col);
+    write_vector<M>(out, row, col, y);
+    if (notes) note(notes, v, y, block, out.cols - col);
   }
 }
 
@@ -70,6 +74,7 @@ struct GatedRows {
 struct Finished {
   const Linear& linear;
   const Output& out;
+  char* notes;  // this thread's, or none
   const char* sums = nullptr;
   long row = 0, block = 0;
   int left = 0;  // rows, from `row` on
@@ -80,7 +85,8 @@ struct Finished {
   void next_row() {
     if (left == 0) return;
     with_store(out.store, [&](auto to) {
-      finish_row<decltype(to)>(sums, linear, row, block, out);
+      finish_row<decltype(to)>(sums, linear, row, block, out,
+                               notes ? notes + row * kNoteBytes : nullptr);
     });
     sums += kStepBytes, ++row, --left;
   }
@@ -99,9 +105,9 @@ struct Finished {
   }
 };
 
-// Whether a tile's sums are the results, all of them.
+// Whether a tile's sums are the results, all of them, and nobody wants to see them.
 DIPTYCH_INLINE bool is_plain(const Linear& linear, const Output& out, long block) {
-  return !linear.bias && out.store == Store::F32 && out.finish != Finish::Gate &&
+  return !linear.bias && out.store == Store::F32 && out.finish != Finish::Gate && !out.notes &&
          (block + 1) * kBlockCols <= out.cols;
 }
 
@@ -152,9 +158,9 @@ struct Cut {
 template <class T>
 class LinearPart {
  public:
-  LinearPart(const Linear& linear, const Rows& rows, long count, const Output& out)
+  LinearPart(const Linear& linear, const Rows& rows, long count, const Output& out, char* notes)
       : linear_(linear), rows_(rows), count_(count), out_(out), cut_(linear, count),
-        before_{linear, out} {
+        before_{linear, out, notes} {
     static thread_local ThreadMemory memory;
     if (cut_.slice < linear.inputs)
       waiting_ = memory.at_least(cut_.chunk_tiles * T::kRows * kStepBytes);
@@ -247,7 +253,8 @@ class LinearPart {
 template <class T>
 inline void linear_as(const Crew& crew, const Linear& linear, const Rows& rows, long count,
                       const Output& out) {
-  LinearPart<T>(linear, rows, count, out).run(crew);
+  char* notes = out.notes ? out.notes + crew.tid * count * kNoteBytes : nullptr;
+  LinearPart<T>(linear, rows, count, out, notes).run(crew);
   crew.sync();
 }
 

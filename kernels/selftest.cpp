@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "attn_sizes.h"
@@ -301,8 +302,10 @@ void test_head(const Kernels& k, Kind kind, std::vector<int64_t> chosen) {
   Exact<int64_t> rows(count);
   memcpy(rows.data, chosen.data(), size_t(count) * 8);
   Exact<float> logits(count * kOutputs);
+  Exact<int64_t> best(count);
   HeadCall call{x.data, kHidden, rows.data, count, Norm{norm.data, 1e-5f},
-                Linear{kind, kOutputs, kHidden, packed.data, nullptr}, logits.data, nullptr};
+                Linear{kind, kOutputs, kHidden, packed.data, nullptr}, logits.data, best.data, 2,
+                nullptr};
   Aligned scratch(head_bytes(call));
   call.scratch = scratch.data;
   crew([&](const Crew& c) { k.head(c, call); });
@@ -318,6 +321,14 @@ void test_head(const Kernels& k, Kind kind, std::vector<int64_t> chosen) {
       double bound = (kind == Kind::F32 ? 1e-5 : is_int4(kind) ? 0.08 : 0.02) * 2 * (kHidden + 1);
       require(fabs(logits.data[r * kOutputs + n] - want) <= bound, "head", k.name);
     }
+    const float* found = logits.data + r * kOutputs;
+    require(best.data[r] == std::max_element(found, found + kOutputs) - found, "best", k.name);
+  }
+  for (float wrong : {float(NAN), float(INFINITY)}) {
+    x.data[chosen[0] * kHidden + kHidden - 1] = wrong;
+    crew([&](const Crew& c) { k.head(c, call); });
+    for (long r = 0; r < count; ++r)
+      require((best.data[r] < 0) == (chosen[size_t(r)] == chosen[0]), "not finite", k.name);
   }
 }
 

@@ -100,8 +100,9 @@ struct LlamaStack : torch::CustomClassHolder {
     diptych::run([&](const Crew& crew) { active_kernels().stack(crew, call); });
   }
 
-  // Logits fp32 [rows, outputs] of the given rows of x.
-  at::Tensor logits(at::Tensor x, at::Tensor rows) {
+  // Logits fp32 [rows, outputs] of the given rows of x, and the best token of each, int64 [rows]: -1
+  // where one is not finite.
+  std::tuple<at::Tensor, at::Tensor> logits(at::Tensor x, at::Tensor rows) {
     TORCH_CHECK(head_.packed, "diptych: the model has no head");
     check_x(x);
     TORCH_CHECK(rows.scalar_type() == at::kLong && rows.is_contiguous() && rows.dim() == 1,
@@ -110,11 +111,13 @@ struct LlamaStack : torch::CustomClassHolder {
     for (int64_t i = 0; i < rows.numel(); ++i)
       TORCH_CHECK(row[i] >= 0 && row[i] < x.size(0), "diptych: no row ", row[i]);
     at::Tensor out = at::empty({rows.numel(), head_.outputs}, x.options());
+    at::Tensor best = at::empty({rows.numel()}, rows.options());
     HeadCall call{x.const_data_ptr<float>(), shape_.hidden, row, long(rows.numel()), head_norm_,
-                  head_, out.data_ptr<float>(), nullptr};
+                  head_, out.data_ptr<float>(), best.data_ptr<int64_t>(), at::get_num_threads(),
+                  nullptr};
     call.scratch = scratch_.at_least(size_t(head_bytes(call)));
     diptych::run([&](const Crew& crew) { active_kernels().head(crew, call); });
-    return out;
+    return {out, best};
   }
 
  private:

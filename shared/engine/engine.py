@@ -13,6 +13,7 @@ from shared.engine.pools import pools
 from shared.engine.prepared import LoadRequest, Prepared
 from shared.engine.prompt_logprobs import PromptRows
 from shared.engine.recipe import recall
+from shared.engine.runner import Logits
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.sampler import Failure, Sampler
 from shared.engine.step import IntArray, OnLayer, PackedStep
@@ -190,7 +191,7 @@ class Engine:
         keep = last_rows + [row for prompt in prompts for row in prompt.rows]
         rows = torch.from_numpy(np.array(keep, np.int64))
         started = time.perf_counter()
-        logits = self._runner.logits(step, rows, on_layer)
+        logits, best = self._runner.logits(step, rows, on_layer)
         self.model_seconds += time.perf_counter() - started
         prompt_logprobs = []
         offset = len(asked)
@@ -202,7 +203,7 @@ class Engine:
             except DiptychError as error:
                 failed.append((prompt.key, error.payload()))
                 self._sampler.close((prompt.key,))
-        sampled = self._sample(sequences, asked, logits, failed)
+        sampled = self._sample(sequences, asked, Logits(logits, best), failed)
         return StepResult(
             sampled=tuple(sampled), failed=tuple(failed), prompt_logprobs=tuple(prompt_logprobs)
         )
@@ -211,13 +212,16 @@ class Engine:
         self,
         sequences: list[SequenceInput],
         asked: list[int],
-        logits: torch.Tensor,
+        logits: Logits,
         failed: list[Failure],
     ) -> list[Sampled]:
         rows = [r for r, i in enumerate(asked) if self._sampler.get(sequences[i].key) is not None]
-        chosen = logits[: len(asked)] if len(rows) == len(asked) else logits[rows]
+        values = logits.values[: len(asked)] if len(rows) == len(asked) else logits.values[rows]
+        best = None if logits.best is None else logits.best.tolist()
         sampled, broken = self._sampler.sample(
-            [sequences[asked[r]].key for r in rows], chosen.float().numpy()
+            [sequences[asked[r]].key for r in rows],
+            values.float().numpy(),
+            None if best is None else [best[r] for r in rows],
         )
         failed += broken
         return sampled

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from shared.engine.runner import Logits
 from shared.engine.step import OnLayer, PackedStep
 from shared.kernels.llama import LlamaStack
 from shared.kernels.ops import rotary_table
@@ -25,7 +26,7 @@ class FusedRunner:
 
     def logits(
         self, step: PackedStep, keep: torch.Tensor, on_layer: OnLayer | None = None
-    ) -> torch.Tensor:
+    ) -> Logits:
         """Run all layers, in one call where nobody waits for single ones; fp32 logits."""
         x = functional.embedding(step.token_ids[0], self._embedding).float()
         rotary = rotary_table(step.positions[0], self.stack.frequencies, self.stack.factor)
@@ -35,4 +36,4 @@ class FusedRunner:
             for layer in range(self.stack.num_layers):
                 self.stack.run(x, step.batch, rotary, range(layer, layer + 1))
                 on_layer(layer)
-        return self.stack.logits(x, keep)
+        return Logits(*self.stack.logits(x, keep))

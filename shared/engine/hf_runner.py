@@ -6,6 +6,7 @@ import torch
 
 from shared.engine.attention import LayerPool, PagedForward
 from shared.engine.loading import HfModel
+from shared.engine.runner import Logits
 from shared.engine.step import OnLayer, PackedStep
 from shared.kernels import ops
 from shared.kv.layout import KvLayout
@@ -30,7 +31,7 @@ class HfRunner:
 
     def logits(
         self, step: PackedStep, keep: torch.Tensor, on_layer: OnLayer | None = None
-    ) -> torch.Tensor:
+    ) -> Logits:
         """Run the model once; logits in its own dtype."""
         logits: torch.Tensor = self._model(
             input_ids=step.token_ids,
@@ -39,4 +40,4 @@ class HfRunner:
             logits_to_keep=keep,
             paged_forward=PagedForward(ops, step.batch, step.slots, self._pools, on_layer),
         ).logits[0]
-        return logits
+        return Logits(logits)

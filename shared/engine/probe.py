@@ -48,7 +48,7 @@ def paged_logits(runner: ModelRunner, layout: KvLayout, embeddings: int) -> Logi
         ]
         step = PackedStep(sequences, [tables[which] for which, _, _ in parts], layout.block_size)
         with torch.inference_mode():
-            rows = runner.logits(step, torch.arange(int(step.rows[-1])))
+            rows = runner.logits(step, torch.arange(int(step.rows[-1]))).values
         for index, (which, _, _) in enumerate(parts):
             logits[which].append(rows[step.rows[index] : step.rows[index + 1]])
     return [torch.cat(parts) for parts in logits]

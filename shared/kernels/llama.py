@@ -128,6 +128,9 @@ class LlamaStack:
         """
         self._backend.run(x, batch, rotary, range(self.num_layers) if layers is None else layers)
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits [len(rows), vocabulary] of ``rows`` int64 of x [rows, hidden]."""
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return fp32 logits [len(rows), vocabulary] of ``rows`` int64 of x [rows, hidden].
+
+        And of each the first of its best tokens, int64 [len(rows)]: -1 where one is not finite.
+        """
         return self._backend.logits(x, rows)

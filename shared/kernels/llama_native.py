@@ -80,9 +80,9 @@ class NativeStack:
             layers.stop,
         )
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Final norm and output projection of some rows."""
-        out: torch.Tensor = self._native.logits(x, rows)
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final norm and output projection of some rows, and their best tokens."""
+        out: tuple[torch.Tensor, torch.Tensor] = self._native.logits(x, rows)
         return out
 
 

@@ -95,8 +95,8 @@ class StackBackend(Protocol):
         """Run ``layers`` on x, in place."""
         ...
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of some rows."""
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of some rows, and their best tokens."""
         ...
 
 

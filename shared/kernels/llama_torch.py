@@ -70,12 +70,13 @@ class TorchStack:
             normed = fallback.rms_norm(x, layer.mlp_norm, self._shape.eps)
             x += layer.down(fallback.silu_mul(layer.gate(normed), layer.up(normed)))
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Final norm and output projection of some rows."""
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final norm and output projection of some rows, and their best tokens."""
         if self._head is None:
             raise RuntimeError("the model has no head")
         norm, linear = self._head
-        return linear(fallback.rms_norm(x[rows], norm, self._shape.eps))
+        logits = linear(fallback.rms_norm(x[rows], norm, self._shape.eps))
+        return logits, fallback.best_tokens(logits)
 
     def _attention(
         self,

@@ -9,6 +9,7 @@ import torch
 from shared.engine.fused_runner import FusedRunner
 from shared.engine.hf_runner import HfRunner
 from shared.engine.quantised import QuantisedLinear
+from shared.engine.runner import Logits
 from shared.kv.layout import KvDtype
 from shared.precision import Precision
 from tests.unit.engine_models import (
@@ -96,8 +97,8 @@ def test_layers_of_ours_that_compute_something_else_are_not_used(
     """A model of a known class with an unknown twist would be served wrongly."""
     logits = FusedRunner.logits
 
-    def twisted(self: Any, step: Any, keep: torch.Tensor, on_layer: Any = None) -> torch.Tensor:
-        return logits(self, step, keep, on_layer).flip(0)
+    def twisted(self: Any, step: Any, keep: torch.Tensor, on_layer: Any = None) -> Logits:
+        return Logits(logits(self, step, keep, on_layer).values.flip(0))
 
     monkeypatch.setattr(FusedRunner, "logits", twisted)
     engine = load_engine(save_model(tmp_path, CONFIGS["qwen3"]()), max_model_len=77)

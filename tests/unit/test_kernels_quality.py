@@ -58,7 +58,7 @@ class Reading:
         ids = self.windows[:, low:high].flatten()
         x = self.model.get_input_embeddings()(ids).float().clone()
         self.stack.run(x, batch, self.stack.rotary(batch))
-        found = functional.log_softmax(self.stack.logits(x, torch.arange(len(x))), -1)
+        found = functional.log_softmax(self.stack.logits(x, torch.arange(len(x)))[0], -1)
         return found.view(count, tokens, -1)
 
     def tail(self) -> torch.Tensor:

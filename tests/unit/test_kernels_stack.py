@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from shared.kernels import fallback
 from shared.kernels.int4 import on_grid
 from shared.kernels.kv_rows import to_rows
 from shared.kernels.llama import LlamaStack
@@ -97,7 +98,7 @@ class Runner:
         else:
             for layer in range(self.stack.num_layers):
                 self.stack.run(x, batch, rotary, range(layer, layer + 1))
-        return self.stack.logits(x, torch.arange(len(ids)))
+        return self.stack.logits(x, torch.arange(len(ids)))[0]
 
 
 @torch.inference_mode()
@@ -120,6 +121,34 @@ def test_logits_equal_the_model(kernels: str, family: str, kind: LinearKind) -> 
     for ids, ours in ((a, ours_a), (b, ours_b)):
         theirs = model(input_ids=ids[None], use_cache=False).logits[0]
         assert (ours - theirs).norm() / theirs.norm() < TOLERANCE[kind]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
+def test_the_best_tokens_are_those_of_the_logits(kernels: str, kind: LinearKind) -> None:
+    """Guards greedy tokens of another row, block or thread, and ties broken by who came first.
+
+    Every token of the vocabulary has a twin with the same weights: the first one counts.
+    """
+    model = family_model("llama")
+    weight = model.lm_head.weight
+    half = len(weight) // 2
+    weight[half : 2 * half] = weight[:half]
+    stack = LlamaStack.of_model(model, kind)
+    assert stack is not None
+    x = torch.randn(37, stack.shape.hidden)
+    x[11, 3], x[30, 0] = math.nan, math.inf
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows, broken in ((torch.arange(37), 2), (torch.tensor([36, 11, 0]), 1)):
+                logits, best = stack.logits(x, rows)
+                assert torch.equal(best, fallback.best_tokens(logits))
+                assert (best < half).all() and (best == -1).sum() == broken
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.inference_mode()

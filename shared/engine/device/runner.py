@@ -12,6 +12,7 @@ from shared.engine.device.announcer import Announcer
 from shared.engine.device.buffers import StepTensors, pack, shape_of, tensors
 from shared.engine.device.graphs import DecodeGraphs, buckets_up_to
 from shared.engine.loading import HfModel
+from shared.engine.runner import Logits
 from shared.engine.step import OnLayer, PackedStep
 from shared.errors import ResourceMissing
 from shared.kernels.gpu.plan import Plan, work_of
@@ -95,7 +96,7 @@ class DeviceRunner:
 
     def logits(
         self, step: PackedStep, keep: torch.Tensor, on_layer: OnLayer | None = None
-    ) -> torch.Tensor:
+    ) -> Logits:
         """Run the model once; fp32 logits in ordinary memory."""
         work = work_of(step.batch, self._pools[0].k.shape[0], self._layout.block_size)
         self._uploaded.synchronize()  # the last step's inputs have left the host buffer
@@ -103,7 +104,7 @@ class DeviceRunner:
         if self._graphs is not None and size is not None:
             rows = self._graphs.run(size, step, self._host)
             self._uploaded = self._device.event()
-            return self._of_graph(rows, keep, on_layer)
+            return Logits(self._of_graph(rows, keep, on_layer))
         shape = shape_of(step, work)
         self._reserve(shape.size)
         used = pack(self._host.numpy(), shape, step, work)
@@ -115,7 +116,7 @@ class DeviceRunner:
         logits = self._forward(there, written, keep.to(self._device.place))
         if announcer is not None:
             announcer.finish()
-        return self._device.download(logits.float())
+        return Logits(self._device.download(logits.float()))
 
     def _of_graph(
         self, rows: torch.Tensor, keep: torch.Tensor, on_layer: OnLayer | None

@@ -49,9 +49,12 @@ class Sampler:
         """Return the state of an open sequence."""
         return self._states.get(key)
 
-    def sample(self, keys: Sequence[int], logits: Rows) -> tuple[list[Sampled], list[Failure]]:
+    def sample(
+        self, keys: Sequence[int], logits: Rows, best: Sequence[int] | None = None
+    ) -> tuple[list[Sampled], list[Failure]]:
         """Choose and accept one token per row of ``logits`` [len(keys), vocab].
 
+        ``best`` are the first of each row's best tokens, -1 where a logit is not finite, if known.
         All keys must be open. A row that fails takes its own sequence with it, no other.
         """
         if not keys:
@@ -62,20 +65,23 @@ class Sampler:
         failed: list[Failure] = []
         for i, (key, state) in enumerate(zip(keys, states, strict=True)):
             try:
-                sampled.append(self._one(key, state, logits[i], numbers.get(i)))
+                highest = _best(logits[i]) if best is None else best[i]
+                sampled.append(self._one(key, state, logits[i], highest, numbers.get(i)))
             except DiptychError as error:
                 failed.append((key, error.payload()))
                 del self._states[key]
         return sampled, failed
 
-    def _one(self, key: int, state: SequenceState, row: Row, number: float | None) -> Sampled:
+    def _one(
+        self, key: int, state: SequenceState, row: Row, best: int, number: float | None
+    ) -> Sampled:
         # All passes over a row follow one another: it stays in the core's cache.
         sampling = state.sampling
-        token = greedy = int(row.argmax())  # the place of a NaN where there is one
-        if not (isfinite(row[greedy]) and isfinite(row.min())):
+        token = best
+        if best < 0:
             raise NumericalError(f"logits of output token {state.index} hold NaN or Inf")
         if number is not None or state.edits:
-            token = self._choose(state, row, greedy, number)
+            token = self._choose(state, row, best, number)
         logprob = None
         if sampling.logprobs is not None:
             logprob = RowLogprobs(row, sampling.logprobs, self._spare).of(token)
@@ -94,6 +100,12 @@ class Sampler:
         if number is None:
             return greedy
         return self._chooser.choose(row, row[greedy], state.filters, number)
+
+
+def _best(row: Row) -> int:
+    """Return the first of the best tokens; -1 where a logit is not finite."""
+    best = int(row.argmax())  # the place of a NaN where there is one
+    return best if isfinite(row[best]) and isfinite(row.min()) else -1
 
 
 def _numbers(drawn: dict[int, SequenceState]) -> dict[int, float]:
