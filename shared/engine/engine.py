@@ -16,7 +16,7 @@ from shared.engine.recipe import recall
 from shared.engine.runner import Logits
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.sampler import Failure, Sampler
-from shared.engine.step import IntArray, OnLayer, PackedStep
+from shared.engine.step import OnLayer, PackedStep
 from shared.errors import DiptychError, ErrorPayload
 from shared.kv.layout import KvDtype, KvLayout
 from shared.kv.memory import give_back_freed
@@ -121,18 +121,17 @@ class Engine:
                 self._sampler.open(sequence)
             except DiptychError as error:
                 failed.append((sequence.key, error.payload()))
-        runnable, tables = self._admit(batch.sequences, failed)
+        runnable = self._admit(batch.sequences, failed)
         if not runnable:
             return StepResult(failed=tuple(failed))
         with torch.inference_mode():
-            return self._run(runnable, tables, failed, on_layer)
+            return self._run(runnable, failed, on_layer)
 
     def _admit(
         self, sequences: Sequence[SequenceInput], failed: list[Failure]
-    ) -> tuple[list[SequenceInput], list[IntArray]]:
+    ) -> list[SequenceInput]:
         refused = {key for key, _ in failed}
         runnable: list[SequenceInput] = []
-        tables: list[IntArray] = []
         seen: set[int] = set()
         for sequence in sequences:
             if sequence.key in refused:
@@ -143,7 +142,6 @@ class Engine:
             seen.add(sequence.key)
             if problem is None:
                 runnable.append(sequence)
-                tables.append(np.array(sequence.block_table, dtype=np.int64))
             else:
                 self._sampler.close((sequence.key,))
                 failed.append(
@@ -152,7 +150,7 @@ class Engine:
                         ErrorPayload(code="internal", message=f"engine input: {problem}"),
                     )
                 )
-        return runnable, tables
+        return runnable
 
     def _problem(self, sequence: SequenceInput) -> str | None:
         """Say what would make this sequence read or write outside its own blocks."""
@@ -175,11 +173,10 @@ class Engine:
     def _run(
         self,
         sequences: list[SequenceInput],
-        tables: list[IntArray],
         failed: list[Failure],
         on_layer: OnLayer | None,
     ) -> StepResult:
-        step = PackedStep(sequences, tables, self.layout.block_size)
+        step = PackedStep(sequences, [s.block_table for s in sequences], self.layout.block_size)
         first = step.rows.tolist()
         asked = [i for i, s in enumerate(sequences) if s.sample]
         last_rows = [first[i + 1] - 1 for i in asked]
@@ -216,7 +213,7 @@ class Engine:
         failed: list[Failure],
     ) -> list[Sampled]:
         rows = [r for r, i in enumerate(asked) if self._sampler.get(sequences[i].key) is not None]
-        values = logits.values[: len(asked)] if len(rows) == len(asked) else logits.values[rows]
+        values = logits.values if len(rows) == len(logits.values) else logits.values[rows]
         best = None if logits.best is None else logits.best.tolist()
         sampled, broken = self._sampler.sample(
             [sequences[asked[r]].key for r in rows],

@@ -11,6 +11,7 @@ from shared.engine.batch import SequenceInput
 from shared.kernels.types import AttentionBatch
 
 IntArray = npt.NDArray[np.int64]
+BlockTable = Sequence[int] | IntArray
 
 OnLayer = Callable[[int], None]
 
@@ -28,7 +29,7 @@ class PackedStep:
     """
 
     def __init__(
-        self, sequences: Sequence[SequenceInput], tables: Sequence[IntArray], block_size: int
+        self, sequences: Sequence[SequenceInput], tables: Sequence[BlockTable], block_size: int
     ) -> None:
         self._block_size = block_size
         counts = np.fromiter((len(s.tokens) for s in sequences), np.int64, len(sequences))
