@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 import diptych
@@ -120,6 +121,8 @@ def _requests(counters: RouterCounters) -> str:
 def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:
     colour = "yellow" if pair.reason in ("cannot_map", "no_peer_access") else "dim"
     path = "no path yet" if pair.path is None else f"{pair.path} ({pair.reason})"
+    if pair.problem is not None:
+        colour, path = "yellow", f"no path: {escape(pair.problem)}"
     if pair.former:
         path = "before a path was found" if pair.path is None else f"{path}, no longer"
     text = (

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from services.router.config import RouterConfig
 from services.router.effects import Outbox, UnwatchProcess, WatchProcess
+from services.router.introductions import Introductions
 from services.router.prefix_index import PrefixIndex
 from services.router.records import Worker
 from services.router.recovery import Recovery
@@ -60,6 +61,7 @@ class Fleet:
         self._incarnation = incarnation
         self._recovery = recovery
         self._outbox = outbox
+        self._introductions = Introductions()
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """Welcome a worker that fits the fleet; the first one defines what fits."""
@@ -83,6 +85,8 @@ class Fleet:
             known = self._add(peer, message, now)
         else:
             known.hello, known.role = message, message.role
+        self._introductions.joined(known)
+        known.introduced = 0
         self._outbox.worker(known, WorkerWelcome(incarnation=self._incarnation))
         self.heard(known, now)
         self._cancel_abandoned(known)
@@ -175,10 +179,13 @@ class Fleet:
             self._watch(worker)
 
     def beat(self) -> None:
-        """Tell the workers that the router lives."""
+        """Tell the workers that the router lives, and some of them where KV can come from."""
+        introduced = self._introductions.next(self.by_peer.values())
         for worker in self.by_peer.values():
             if worker.health != "lost":
-                self._outbox.worker(worker, RouterBeat(incarnation=self._incarnation))
+                sources = introduced.get(worker.peer, ())
+                beat = RouterBeat(incarnation=self._incarnation, sources=sources)
+                self._outbox.worker(worker, beat)
 
     def forgive(self, seconds: float, now: float) -> None:
         """The router itself stood still so long: nobody could be heard."""
@@ -294,6 +301,7 @@ class Fleet:
 
     def _back(self, worker: Worker) -> None:
         worker.health = "draining" if worker.drain_ordered or worker.stopping else "ready"
+        self._introductions.joined(worker)
         self._outbox.note(f"worker {worker.hello.worker} is back")
 
     def _lose(self, worker: Worker, what: str, now: float) -> None:

@@ -30,7 +30,9 @@ class Worker(Struct, eq=False, kw_only=True):
     ``pending_tokens`` (prompt tokens sent and not yet computed) and ``committed_blocks`` (KV
     blocks its legs hold or will need) are sums over ``legs``. ``progress_at`` is the last
     moment at which it was idle or finished a step. ``abandoned`` are dispatches to cancel
-    should a lost worker come back. ``stopping``: it says that it was told to end.
+    should a lost worker come back. ``stopping``: it says that it was told to end. ``number``
+    grows with each worker that joins or is back; this one was told of sources up to
+    ``introduced``.
     """
 
     peer: bytes
@@ -54,6 +56,8 @@ class Worker(Struct, eq=False, kw_only=True):
     drain_ordered: bool = False
     drained: bool = False
     next_role: Role | None = None
+    number: int = 0
+    introduced: int = 0
 
 
 class Gateway(Struct, eq=False, kw_only=True):

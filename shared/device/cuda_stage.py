@@ -2,7 +2,8 @@
 
 Out: a chunk is copied into a slab, the copy's event is waited for, and the caller takes the
 checksum of the slab before it compares generations. So the checksum is that of the bytes announced,
-as it is where chunks are views of the pool.
+as it is where chunks are views of the pool. The next chunk's copy is queued before that event is
+waited for: it runs meanwhile.
 
 In: a verified chunk is copied into a slab and from there to its blocks, while the next chunk is
 received. ``settle`` waits for the event of the last copy; only after it a job is told to be done.
@@ -18,11 +19,46 @@ import numpy as np
 from shared.device.cuda_pool import CudaPool
 from shared.device.cuda_stream import Mark
 from shared.device.pinned import Bytes, address_of
+from shared.errors import TransferFailed
 from shared.kv.copy import merge_runs
 from shared.transport.bulk.plan import PlannedChunk
 
 LANDING_SLABS: Final = 4
 """Enough that one is copied to the GPU while the next is filled."""
+
+
+class SlabLift:
+    """A chunk whose copies to a slab are queued up to ``mark``; ``refused`` says what stopped them.
+
+    Not the exception itself, whose traceback would hold the slab.
+    """
+
+    def __init__(self, frame: Bytes, mark: Mark, refused: str) -> None:
+        self._frame = frame
+        self._mark = mark
+        self._refused = refused
+        self._over = False
+
+    def frames(self) -> list[memoryview]:
+        """Wait for the copies and return the chunk as one frame.
+
+        Raises:
+            TransferFailed, DeviceLost: as ``SideStream``.
+        """
+        self.drop()
+        if self._refused:
+            raise TransferFailed(self._refused)
+        return [self._frame.data]
+
+    def drop(self) -> None:
+        """Wait for the copies: they write to memory that is somebody else's afterwards.
+
+        Raises:
+            DeviceLost: as ``SideStream``.
+        """
+        if not self._over:
+            self._over = True
+            self._mark.wait()
 
 
 class CudaLift:
@@ -40,6 +76,7 @@ class CudaLift:
         self._slabs: list[Bytes] = []
         self._count = count
         self._free = deque(range(count))
+        self._marks: list[Mark] = []
         self._stream = pool.side_stream()
 
     @property
@@ -47,28 +84,31 @@ class CudaLift:
         """Whether a slab is free."""
         return bool(self._free)
 
-    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the chunk as one frame; to be called while there is ``room`` only.
+    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> SlabLift:
+        """Queue the chunk's copies; to be called while there is ``room`` only.
 
         Raises:
             ResourceMissing: the slabs cannot be pinned.
-            TransferFailed, DeviceLost: as ``SideStream``.
+            DeviceLost: as ``SideStream``.
         """
         if not self._slabs:
             self._slabs = self._pool.slabs(self._count, self._size)
+            self._marks = [self._stream.mark() for _ in self._slabs]
         slot = self._free.popleft()
         whole = chunk.size <= self._size
         frame = self._slabs[slot][: chunk.size] if whole else np.empty(chunk.size, np.uint8)
         # libzmq reads the frame when it likes; its garbage collector drops the last reference.
         weakref.finalize(frame, self._free.append, slot).atexit = False
-        at = address_of(frame)
+        at, refused = address_of(frame), ""
         try:
             for address, size in _runs(self._pool, chunk, blocks):
                 self._stream.copy(at, address, size)
                 at += size
-        finally:
-            self._stream.wait()  # on an error, too: the frame goes, and copies to it are queued
-        return [frame.data]
+        except TransferFailed as error:
+            refused = error.message  # told once what was queued before it is done
+        mark = self._marks[slot]
+        mark.record()
+        return SlabLift(frame, mark, refused)
 
     def close(self) -> None:
         """Give the stream back; slabs go with the frames that libzmq still holds."""

@@ -88,6 +88,7 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     were copied. ``bytes`` are those put into the pool, ``wire_bytes`` those that came over a
     socket, in their newest ``codec``. Of the ``transfers`` so many as ``pipelined`` were
     announced while they were computed, and had ``pipelined_visible_seconds`` of the visible ones.
+    ``problem``: why no path was found when it was last tried.
     """
 
     source: WorkerId
@@ -109,6 +110,7 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     pipelined: int = 0
     pipelined_visible_seconds: float = 0.0
     pipeline_reason: PipelineReason | None = None
+    problem: str | None = None
 
 
 class ReaderStatus(Struct, frozen=True, kw_only=True):

@@ -176,10 +176,23 @@ class SetRole(Struct, tag="role", frozen=True, kw_only=True):
     role: Role
 
 
-class RouterBeat(Struct, tag="beat", frozen=True, kw_only=True):
-    """Heartbeat of the router, every second."""
+class KvPeer(Struct, frozen=True, kw_only=True):
+    """A prefill worker of the fleet, and where decode workers reach its KV link."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    endpoint: str
+
+
+class RouterBeat(Struct, tag="beat", frozen=True, kw_only=True, omit_defaults=True):
+    """Heartbeat of the router, every second.
+
+    ``sources`` joined, or were back, since the beat before: this worker may be sent there for
+    KV, so it settles the path already.
+    """
 
     incarnation: Incarnation
+    sources: tuple[KvPeer, ...] = ()
 
 
 ToWorker = (

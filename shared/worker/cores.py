@@ -15,6 +15,7 @@ Siblings = dict[int, tuple[int, ...]]
 """Logical CPU -> the logical CPUs of the same core, itself included."""
 
 _TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_NODES: Final = Path("/sys/devices/system/node")
 _BLOCK: Final = 32
 """Outputs of a linear layer that are handed out as one piece (kernels/api.h, ``kBlockCols``)."""
 
@@ -45,6 +46,30 @@ def parse_cpus(text: str) -> tuple[int, ...]:
         low, _, high = part.partition("-")
         found += range(int(low), int(high or low) + 1)
     return tuple(found)
+
+
+def write_cpus(cpus: Iterable[int]) -> str:
+    """Return a list such as ``0-1,8``, as Linux writes it."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def numa_nodes(cpus: Iterable[int], folder: Path = _NODES) -> tuple[int, ...]:
+    """Return the NUMA nodes of these logical CPUs, none where Linux does not tell."""
+    mine = set(cpus)
+    nodes = []
+    for path in folder.glob("node[0-9]*/cpulist"):
+        try:
+            if mine.intersection(parse_cpus(path.read_text(encoding="ascii"))):
+                nodes.append(int(path.parent.name.removeprefix("node")))
+        except (OSError, ValueError):
+            continue  # a node without CPUs has an empty list
+    return tuple(sorted(nodes))
 
 
 def physical_cores(available: Iterable[int], siblings: Siblings) -> list[tuple[int, ...]]:

@@ -17,11 +17,12 @@ from shared.messages.prefill_decode import (
     TransferGone,
     UnreadWelcome,
 )
-from shared.messages.router_worker import KvSource
-from shared.worker.effects import Copy
+from shared.messages.router_worker import KvPeer, KvSource
+from shared.worker.effects import Copy, Note
 from shared.worker.events import Copied, CopyFailed, PathChosen, SourceKey
 from shared.worker.ledger import BlockLedger, Hold
 from shared.worker.limits import Tally, WorkerIdentity, WorkerLimits
+from shared.worker.meetings import Meetings
 from shared.worker.outbox import Outbox
 from shared.worker.pairs import Pairs
 from shared.worker.pull import BrokenTransfer, Pull
@@ -70,6 +71,7 @@ class HandoverSink:
         self._outbox = outbox
         self._tally = tally
         self._sources = Sources(identity, limits, outbox)
+        self._meetings = Meetings()
         self._pulls: dict[TransferId, Pull] = {}
         self._by_sequence: dict[int, Pull] = {}
         self._jobs: dict[int, tuple[Pull, Hold]] = {}
@@ -80,21 +82,24 @@ class HandoverSink:
     def __contains__(self, transfer: TransferId) -> bool:
         return transfer in self._pulls
 
+    def meet(self, peers: tuple[KvPeer, ...], now: float) -> None:
+        """Settle the paths to these sources before a request needs one."""
+        self._meetings.told(peers)
+        self._greet(now)
+
     def expect(self, sequence: Sequence, source: KvSource, now: float) -> None:
         """Subscribe to the KV of ``sequence``; blocks are asked for once there is some."""
         key = SourceKey(source.worker, source.incarnation)
-        for former in self._sources.former_lives(key):
-            self.source_lost(former, _error(f"{key.worker} was restarted"))
+        self._end_former(key)
         windows = self._limits.windows or (None,) * self._limits.layers
         pull = Pull(sequence, key, source.transfer, windows, now)
-        pull.fair = self._sources.ready(key) and self.pairs.measurable(key)
+        pull.fair = self._sources.settled(key)
         pull.pipelined = self._limits.pipeline is not False
         if pull.fair:
             pull.pipelined = self.pairs.pipelines(key, len(sequence.tokens))
         self._pulls[pull.transfer] = pull
         self._by_sequence[sequence.order] = pull
-        in_use = {p.source for p in self._pulls.values()}
-        self._sources.connect(key, source.endpoint, now, in_use)
+        self._connect(key, source.endpoint, now)
         if self._sources.ready(key):
             self._sources.send(key, _subscription(pull))
 
@@ -120,9 +125,7 @@ class HandoverSink:
         """Tell a source that nobody here will read this transfer."""
         key = SourceKey(source.worker, source.incarnation)
         if source.transfer not in self._pulls:
-            self._sources.connect(
-                key, source.endpoint, now, {p.source for p in self._pulls.values()}
-            )
+            self._connect(key, source.endpoint, now)
             self._sources.send(key, AbortTransfer(transfer=source.transfer))
 
     def handle(self, key: SourceKey, message: ToDecode | UnreadWelcome, now: float) -> None:
@@ -173,12 +176,19 @@ class HandoverSink:
     def path_chosen(self, event: PathChosen) -> None:
         """Note by which path a source's KV comes."""
         if event.source in self._sources:
+            self._sources.settle(event.source)
             self.pairs.chosen(event)
 
     def source_lost(self, key: SourceKey, error: ErrorPayload) -> None:
         """The source is gone and with it everything not copied yet."""
+        lost = [p for p in self._pulls.values() if p.source == key]
+        if key in self._sources and not self._sources.settled(key):
+            self.pairs.pathless(key, error.message)
+            if not lost:
+                text = f"no path for KV of {key.worker}: {error.code}: {error.message}"
+                self._outbox.add(Note(text))
         self._sources.drop(key)
-        for pull in [p for p in self._pulls.values() if p.source == key]:
+        for pull in lost:
             self._lose(pull, error)
 
     def tick(self, now: float) -> None:
@@ -194,6 +204,7 @@ class HandoverSink:
             needed = [p.transfer for p in mine]
             unheard = [_subscription(p) for p in mine if not p.announced]
             self._sources.renew(key, needed, unheard, now)
+        self._greet(now)
 
     def close_all(self) -> None:
         """Abort every pull."""
@@ -216,6 +227,20 @@ class HandoverSink:
         for hold in [*holds, *self._ledger.held]:
             assert hold.jobs == jobs.pop(id(hold), 0), "copy jobs are miscounted"
         assert not jobs, "a copy job writes to blocks that nobody holds"
+
+    def _greet(self, now: float) -> None:
+        """Connect whoever's turn it is; a path is settled by its self-test alone."""
+        for key, endpoint in self._meetings.next(self._sources.unsettled):
+            self._end_former(key)
+            self._connect(key, endpoint, now)
+
+    def _end_former(self, key: SourceKey) -> None:
+        for former in self._sources.former_lives(key):
+            self.source_lost(former, _error(f"{key.worker} was restarted"))
+
+    def _connect(self, key: SourceKey, endpoint: str, now: float) -> None:
+        self._meetings.met(key.worker)
+        self._sources.connect(key, endpoint, now, {p.source for p in self._pulls.values()})
 
     def _welcome(self, key: SourceKey, message: PeerWelcome, now: float) -> None:
         error = self._sources.welcome(key, message)

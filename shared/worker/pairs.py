@@ -8,6 +8,7 @@ from shared.worker.events import Copied, CopyFailed, PathChosen, SourceKey
 from shared.worker.pipelining import PipelineGate
 
 _MAX_LINES = 256
+_LONGEST_PROBLEM = 400
 
 
 class _Key(Struct, frozen=True):
@@ -32,6 +33,7 @@ class _Line(Struct):
     wire_bytes: int = 0
     pipelined: int = 0
     pipelined_visible_seconds: float = 0.0
+    problem: str | None = None
 
 
 _COUNTED = tuple(name for name in _Line.__struct_fields__ if name != "gate")
@@ -52,17 +54,17 @@ class Pairs:
     def chosen(self, event: PathChosen) -> None:
         """The path of a source is known."""
         key = _Key(event.source.worker, event.path, event.reason)
-        self._paths.pop(event.source, None)
-        while len(self._paths) >= _MAX_LINES:
-            del self._paths[next(iter(self._paths))]
-        self._paths[event.source] = key
+        self._solved(_Key(event.source.worker))
+        self._set(event.source, key)
         line = self._line(key)
         line.chosen += 1
         line.codec, line.codec_reason = None, event.codec_reason
 
-    def measurable(self, source: SourceKey) -> bool:
-        """Return whether this source's path is known: the first hand-overs wait for its test."""
-        return source in self._paths
+    def pathless(self, source: SourceKey, problem: str) -> None:
+        """No path to this life of a source was found."""
+        key = _Key(source.worker)
+        self._set(source, key)
+        self._line(key).problem = problem[:_LONGEST_PROBLEM]
 
     def pipelines(self, source: SourceKey, tokens: int) -> bool:
         """Return whether the next hand-over is announced while it is computed."""
@@ -121,6 +123,20 @@ class Pairs:
             )
             for key, line in self._lines.items()
         )
+
+    def _set(self, source: SourceKey, key: _Key) -> None:
+        self._paths.pop(source, None)
+        while len(self._paths) >= _MAX_LINES:
+            del self._paths[next(iter(self._paths))]
+        self._paths[source] = key
+
+    def _solved(self, key: _Key) -> None:
+        """Forget what kept a source from having a path, and the line if it counts nothing."""
+        line = self._lines.get(key)
+        if line is not None:
+            line.problem = None
+            if not line.failed:
+                del self._lines[key]
 
     def _of(self, source: SourceKey) -> _Line:
         return self._line(self._paths.get(source) or _Key(source.worker))

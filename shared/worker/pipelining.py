@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Final
 
@@ -29,8 +30,9 @@ def announced_layers(
 ) -> tuple[int, ...]:
     """Return after how many layers of a chunk of ``tokens`` tokens its KV is announced.
 
-    Small layers wait for one another until they are ``LEAST_BYTES`` together, and a chunk has at
-    most ``MOST_ANNOUNCEMENTS``. The last is that of all layers, always.
+    As often as it has ``LEAST_BYTES``, at most ``MOST_ANNOUNCEMENTS`` times; the last is that of
+    all layers, always. Pieces shrink evenly, to one of n(n+1)/2 parts: what a request waits for is
+    the last ones, and what an early one is late by, the link makes up for while prefill computes.
 
     Args:
         layer_bytes: bytes of one token's KV, per layer; 0 where a layer stores none.
@@ -40,14 +42,14 @@ def announced_layers(
     layers = len(layer_bytes)
     if fixed is not None:
         return (*range(fixed, layers, fixed), layers)
-    total = sum(layer_bytes) * tokens
-    step = max(LEAST_BYTES, -(-total // MOST_ANNOUNCEMENTS))
-    ends, waiting = [], 0
-    for layer, size in enumerate(layer_bytes[:-1]):
-        waiting += size * tokens
-        if waiting >= step:
-            ends.append(layer + 1)
-            waiting = 0
+    before = (0, *accumulate(layer_bytes))
+    count = min(MOST_ANNOUNCEMENTS, max(1, -(-before[-1] * tokens // LEAST_BYTES)))
+    ends: list[int] = []
+    for left in range(count - 1, 0, -1):
+        wanted = before[-1] * (1 - left * (left + 1) / (count * (count + 1)))
+        end = min(range(layers), key=lambda layer: abs(before[layer] - wanted))
+        if end > max(ends, default=0):
+            ends.append(end)
     return (*ends, layers)
 
 

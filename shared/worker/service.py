@@ -6,6 +6,7 @@ import os
 import signal
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from shared.clock import MonotonicClock
@@ -54,6 +55,7 @@ from shared.worker.events import (
     StopRequested,
     Tick,
 )
+from shared.worker.hardware import hardware_line
 from shared.worker.limits import WorkerIdentity, WorkerLimits
 from shared.worker.links import Links, routing_id
 from shared.worker.live import storage_windows
@@ -86,14 +88,18 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
         ServiceFailed: the engine keeps failing.
     """
     os.sched_setaffinity(0, settings.cores)
-    log.info("%s loads %s on cores %s", settings.worker, settings.model, list(settings.cores))
+    log.info("%s loads %s", settings.worker, settings.model)
     slow = slow_precision(settings.precision, settings.role, settings.device)
     if slow is not None:
         log.warning(slow)
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
-        loading = asyncio.get_running_loop().run_in_executor(thread, load_engine, settings)
-        engine, arena = await loading
+        loop = asyncio.get_running_loop()
+        engine, arena = await loop.run_in_executor(thread, load_engine, settings)
         try:
+            cuda = arena.descriptor().cuda
+            unit = None if cuda is None else cuda.unit
+            ask = partial(hardware_line, settings.cores, settings.device, unit)
+            log.info("%s runs on %s", settings.worker, await loop.run_in_executor(thread, ask))
             if not stop.is_set():
                 await WorkerService(settings, engine, arena, thread).run(stop)
         finally:

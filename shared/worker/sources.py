@@ -21,15 +21,16 @@ _MAX_IDLE_SOURCES = 64
 
 
 class Source(Struct):
-    """A connected prefill worker; ``ready`` once it said welcome and its arena is mapped.
+    """A connected prefill worker; ``ready`` once it said welcome, so that transfers are opened.
 
-    ``heard``: when it last said anything.
+    ``heard``: when it last said anything. ``settled``: its path has passed the self-test.
     """
 
     deadline: float
     renewed: float
     heard: float
     ready: bool = False
+    settled: bool = False
 
 
 class Sources:
@@ -48,6 +49,20 @@ class Sources:
         """Return whether transfers can be opened and copied."""
         source = self._known.get(key)
         return source is not None and source.ready
+
+    def settle(self, key: SourceKey) -> None:
+        """The path is known."""
+        self._known[key].settled = True
+
+    def settled(self, key: SourceKey) -> bool:
+        """Return whether the path is known."""
+        source = self._known.get(key)
+        return source is not None and source.settled
+
+    @property
+    def unsettled(self) -> int:
+        """How many are connected whose path is not known yet."""
+        return sum(not source.settled for source in self._known.values())
 
     def former_lives(self, key: SourceKey) -> list[SourceKey]:
         """Return connected earlier incarnations of the same worker: they are dead."""

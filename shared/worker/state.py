@@ -178,6 +178,8 @@ class WorkerState:
                 welcome = isinstance(message, WorkerWelcome)
                 if self._liaison.meet(message.incarnation, now, welcome=welcome):
                     self._work.drop_all(_NEW_ROUTER, now)
+                if isinstance(message, RouterBeat):
+                    self._sink.meet(message.sources, now)
             case WorkerRefused():
                 self._liaison.gone = True
                 self._outbox.add(Exit(message.error.message, refused=True))

@@ -168,6 +168,18 @@ class Fleet:
             assert time.monotonic() < end, status
             time.sleep(0.2)
 
+    def wait_paths(self, client: Client, timeout: float = 60.0) -> list[dict[str, Any]]:
+        """Wait until each decode worker has a path to each prefill worker; return all pairs."""
+        roles = self.tree["workers"]
+        wanted = roles["prefill"]["count"] * roles["decode"]["count"]
+        end = time.monotonic() + timeout
+        while True:
+            pairs = [pair for worker in client.status()["workers"] for pair in worker["pairs"]]
+            if sum(pair["path"] is not None for pair in pairs) == wanted:
+                return pairs
+            assert time.monotonic() < end, pairs
+            time.sleep(0.1)
+
     def stop(self) -> dict[str, int]:
         """Stop everything in order; return the exit codes. Leaves nothing behind."""
         if self._keeper is not None:

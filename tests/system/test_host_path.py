@@ -56,6 +56,18 @@ def assert_metrics(fleet: Fleet, told: dict[str, Any]) -> None:
     assert not [those for name, those, _ in lines if name in ("fallbacks", "leases_expired")]
 
 
+def test_the_path_is_known_before_any_request(fleet: Fleet) -> None:
+    """Guards a first request that waits for hello and self-test, and a fallback nobody sees."""
+    with Client(fleet.client_endpoint) as client:
+        (pair,) = fleet.wait_paths(client)
+        assert client.status()["counters"]["accepted"] == 0
+    assert (pair["source"], pair["path"], pair["reason"]) == ("prefill-0", "host", "configured")
+    assert (pair["chosen"], pair["transfers"], pair["failed"]) == (1, 0, 0)
+    page = urllib.request.urlopen(f"{fleet.url}/metrics", timeout=10).read().decode()
+    labels = 'path="host",reason="configured",source="prefill-0",worker="decode-0"'
+    assert f"diptych_kv_transfers_total{{{labels}}} 0.0" in page
+
+
 def test_a_busy_batch_over_sockets_equals_the_reference(
     fleet: Fleet, golden: list[GoldenCase]
 ) -> None:

@@ -49,8 +49,9 @@ def test_prefill_computes_on_the_core_of_a_decode_worker_without_work(
         async with rig(config, "prefill-0", "decode-0") as router:
             _, dispatch = router.split(request(tuple(range(1, 30)), 4))
             await router.output(dispatch)
-            await router.settled("prefill-0")
             peer, _ = router.hellos[WorkerId("prefill-0")]
+            await router.until(lambda: router.counter(peer, "steps") > 0)  # not an earlier report
+            await router.settled("prefill-0")
             counters = router.reports[peer].counters
             assert (counters.borrowing_steps > 0) == borrow
             assert counters.steps >= counters.borrowing_steps

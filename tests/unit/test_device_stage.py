@@ -45,7 +45,7 @@ def test_every_byte_arrives_whatever_the_layout_and_the_slabs(
     out, into = CudaLift(source, count, slab), CudaLand(target, slab)
     everything = range(len(layout.layers))
     for chunk in plan_chunks(layout, everything, len(blocks), chunk_bytes):
-        frames = out.lift(chunk, tuple(blocks.values()))
+        frames = out.lift(chunk, tuple(blocks.values())).frames()
         assert sum(len(frame) for frame in frames) == chunk.size
         into.land(chunk, tuple(blocks), [frames[0][:5], frames[0][5:]])
         frames.clear()
@@ -75,13 +75,48 @@ def pool(runtime: FakeRuntime) -> Iterator[CudaPool]:
     made.arena.close()
 
 
+def test_the_next_chunk_is_copied_while_one_is_waited_for(
+    pool: CudaPool, runtime: FakeRuntime
+) -> None:
+    """Guards a wire that waits for each copy, and a wait for more than one's own chunk."""
+    stage = CudaLift(pool, 2, 512)
+    first, second, *_ = plan_chunks(pool.layout, range(2), 3, 512)
+    ahead = [stage.lift(chunk, (1, 2, 3)) for chunk in (first, second)]
+    queued = sum(map(len, runtime.streams.values()))
+    frames = ahead[0].frames()
+    left = sum(map(len, runtime.streams.values()))
+    assert 0 < left < queued, "the second chunk's copies are still queued"
+    after = bytes(ahead[1].frames()[0])
+    assert not any(runtime.streams.values())
+    ahead.clear()
+    assert [bytes(frames[0]), after] == [
+        bytes(stage.lift(chunk, (1, 2, 3)).frames()[0]) for chunk in (first, second)
+    ]
+    stage.close()
+
+
+def test_a_chunk_that_is_not_wanted_any_more_is_waited_for(
+    pool: CudaPool, runtime: FakeRuntime
+) -> None:
+    """Its memory goes: a copy that is done later would write anywhere."""
+    stage = CudaLift(pool, 1, 16)
+    chunk = plan_chunks(pool.layout, range(2), 3, 4096)[0]
+    lifted = stage.lift(chunk, (1, 2, 3))
+    assert any(runtime.streams.values())
+    lifted.drop()
+    assert not any(runtime.streams.values())
+    del lifted
+    assert stage.room
+    stage.close()
+
+
 def test_a_slab_is_not_used_again_while_a_frame_is_on_its_way(pool: CudaPool) -> None:
     """libzmq reads a frame when it likes: until then its bytes are those of its checksum."""
     stage = CudaLift(pool, 2, 512)
     first, second, *_ = plan_chunks(pool.layout, range(2), 3, 512)
-    one = stage.lift(first, (1, 2, 3))
+    one = stage.lift(first, (1, 2, 3)).frames()
     kept = bytes(one[0])
-    other = stage.lift(second, (1, 2, 3))
+    other = stage.lift(second, (1, 2, 3)).frames()
     assert not stage.room
     assert bytes(one[0]) == kept
     part = one[0][3:7]  # as a frame cut by a fault
@@ -89,7 +124,7 @@ def test_a_slab_is_not_used_again_while_a_frame_is_on_its_way(pool: CudaPool) ->
     assert not stage.room
     del part
     assert stage.room
-    again = stage.lift(second, (1, 2, 3))
+    again = stage.lift(second, (1, 2, 3)).frames()
     assert bytes(again[0]) == bytes(other[0])
     stage.close()
 
@@ -100,7 +135,7 @@ def test_pinned_memory_outlives_its_stage_as_long_as_its_frames(
     """libzmq still holds frames when the worker ends."""
     stage = CudaLift(pool, 2, 512)
     chunk = plan_chunks(pool.layout, range(2), 3, 512)[0]
-    frames = stage.lift(chunk, (1, 2, 3))
+    frames = stage.lift(chunk, (1, 2, 3)).frames()
     stage.close()
     del stage
     assert runtime.pinned and len(bytes(frames[0])) == chunk.size
@@ -112,7 +147,7 @@ def test_a_chunk_larger_than_a_slab_counts_as_one(pool: CudaPool, runtime: FakeR
     """A reader may be configured for larger chunks than its source."""
     stage, into = CudaLift(pool, 1, 16), CudaLand(pool, 16)
     chunk = plan_chunks(pool.layout, range(2), 3, 4096)[0]
-    frames = stage.lift(chunk, (1, 2, 3))
+    frames = stage.lift(chunk, (1, 2, 3)).frames()
     assert not stage.room
     into.land(chunk, (5, 6, 7), frames)
     frames.clear()
@@ -129,7 +164,7 @@ def test_landing_takes_few_slabs_whatever_comes(pool: CudaPool, runtime: FakeRun
     chunks = plan_chunks(LAYOUT, range(2), 8, 256)
     assert len(chunks) > 2 * LANDING_SLABS
     for chunk in chunks:
-        frames = out.lift(chunk, range(8))
+        frames = out.lift(chunk, range(8)).frames()
         into.land(chunk, range(8), frames)
         frames.clear()
     into.settle()
@@ -145,7 +180,7 @@ def test_memory_that_cannot_be_pinned_says_what_to_lower(
     runtime.fails["hostAlloc"] = 2
     stage = CudaLift(pool, 64, 512 << 10)
     with pytest.raises(ResourceMissing, match=r"transfer\.window"):
-        stage.lift(plan_chunks(LAYOUT, range(2), 3, 512)[0], (1, 2, 3))
+        stage.lift(plan_chunks(LAYOUT, range(2), 3, 512)[0], (1, 2, 3)).frames()
     assert stage.room
     stage.close()
 
@@ -157,7 +192,7 @@ def test_a_copy_that_cuda_refuses_leaves_nothing_queued(
     """The frame's memory goes with the error: a copy that is done later would write anywhere."""
     out, into = CudaLift(pool, 1, size), CudaLand(pool, size)
     chunk = plan_chunks(pool.layout, range(2), 3, 4096)[0]
-    frames = out.lift(chunk, (1, 3, 5))
+    frames = out.lift(chunk, (1, 3, 5)).frames()
     queue = runtime.memcpyAsync
     taken = iter((True, False, True, False))
 
@@ -172,7 +207,7 @@ def test_a_copy_that_cuda_refuses_leaves_nothing_queued(
     into.settle()
     frames.clear()
     with pytest.raises(TransferFailed):
-        out.lift(chunk, (1, 3, 5))
+        out.lift(chunk, (1, 3, 5)).frames()
     assert out.room and not any(runtime.streams.values())
     out.close()
     into.close()

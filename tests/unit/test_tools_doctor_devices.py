@@ -9,23 +9,15 @@ import pytest
 import torch
 
 from shared.config import Deployment
+from shared.device.gpus import Found, Gpu, ask_nvml, ask_smi, parse_topology, run_command
 from tools.doctor import deployment as deployment_checks
 from tools.doctor.deployment import check_memory
-from tools.doctor.devices import (
-    Found,
-    Gpu,
-    ask_nvml,
-    ask_smi,
-    check_devices,
-    describe,
-    parse_topology,
-    run_command,
-    wanted_devices,
-)
+from tools.doctor.devices import check_devices, describe, wanted_devices
 
-LISTING = """\
-0, NVIDIA H200, 143771, 1203, 00000000:18:00.0, Disabled, 580.95.05
-1, NVIDIA H200, 143771, 0, 00000000:9A:00.0, Enabled, 580.95.05
+UUID = "GPU-8d1c0a2b-0000-1111-2222-33334444aAfF"
+LISTING = f"""\
+0, NVIDIA H200, 143771, 1203, 00000000:18:00.0, Disabled, 580.95.05, {UUID}
+1, NVIDIA H200, 143771, 0, 00000000:9A:00.0, Enabled, 580.95.05, {UUID.replace("8", "9")}
 """
 MATRIX = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -76,6 +68,7 @@ class Nvml:
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=143771 << 20, used=1203 << 20),
             "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"00000000:18:00.0"),
             "nvmlDeviceGetMigMode": [0, 0],
+            "nvmlDeviceGetUUID": UUID,
             "nvmlDeviceGetTopologyCommonAncestor": 50,
         }
 
@@ -91,7 +84,7 @@ class Nvml:
 def test_nvml_tells_memory_numa_and_topology(tmp_path: Path) -> None:
     nvml = Nvml()
     found = ask_nvml(nvml, pci(tmp_path, **{"18": 1}))
-    gpu = Gpu(0, "NVIDIA H200", 143771, 1203, False, 1)
+    gpu = Gpu(0, "NVIDIA H200", 143771, 1203, False, 1, "8d1c0a2b00001111222233334444aaff")
     links = ("cuda:0-cuda:1 across NUMA nodes",)
     assert found == Found("580.95.05", (gpu, msgspec.structs.replace(gpu, index=1)), links)
     assert nvml.open == 0
@@ -118,6 +111,7 @@ def test_nvidia_smi_tells_the_same(tmp_path: Path) -> None:
     assert found is not None
     assert found.driver == "580.95.05"
     assert [gpu.numa for gpu in found.gpus] == [0, 1]
+    assert found.gpus[0].unit == "8d1c0a2b00001111222233334444aaff"
     lines = describe(found)
     assert lines[0].text.startswith("cuda:0 NVIDIA H200, 142568 of 143771 MiB free, NUMA node 0")
     assert "MIG slices (no CUDA IPC)" in lines[1].text

@@ -141,3 +141,11 @@ def test_services_that_nobody_supervises_are_shown_by_what_the_fleet_says() -> N
     assert ["decode-0", "decode", "absent", "-"] in rows
     assert ["gateway", "gateway", "ready", "-"] in rows
     assert ["gateway", "gateway", "unknown", "-"] in rows
+
+
+def test_a_pair_without_a_path_says_why() -> None:
+    """Guards a refused pair that looks like one that has had no request yet."""
+    text = "prefill-0 and decode-0 do not fit: block_size: 16 here, [4] there"
+    pair = PairStatus(source=WorkerId("prefill-0"), problem=text)
+    shown = " ".join(screen(RouterCounters(), (pair,)).split())
+    assert f"KV prefill-0 to decode-0: no path: {text}, 0 hand-overs" in shown

@@ -8,6 +8,7 @@ from shared.worker import cores
 from shared.worker.cores import (
     Share,
     Siblings,
+    numa_nodes,
     one_of_each_first,
     parse_cpus,
     physical_cores,
@@ -15,6 +16,7 @@ from shared.worker.cores import (
     share_of_cores,
     share_of_machine,
     useful_threads,
+    write_cpus,
 )
 
 FAR: Siblings = {cpu: (cpu % 4, cpu % 4 + 4) for cpu in range(8)}
@@ -95,3 +97,19 @@ def test_what_linux_does_not_tell_is_a_core_of_its_own(
 
 def test_threads_with_work_in_the_narrowest_layer() -> None:
     assert [useful_threads(hidden) for hidden in (1, 32, 33, 576, 4096)] == [1, 1, 2, 18, 128]
+
+
+def test_a_list_of_cpus_is_written_as_linux_writes_it() -> None:
+    for text in ("0", "0-3", "0-1,4,6-7"):
+        assert write_cpus(parse_cpus(text)) == text
+    assert write_cpus(()) == ""
+
+
+def test_the_numa_nodes_of_a_share_are_those_of_its_cpus(tmp_path: Path) -> None:
+    """Guards a log that names a node the worker is not on, and one without CPUs."""
+    for node, cpus in (("node0", "0-3,8-11\n"), ("node1", "4-7\n"), ("node2", "\n")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus)
+    assert numa_nodes((5, 6), tmp_path) == (1,)
+    assert numa_nodes((9, 4), tmp_path) == (0, 1)
+    assert numa_nodes((0,), tmp_path / "none") == ()

@@ -1,6 +1,6 @@
 """Layer by layer only where it pays, and not a message for every small layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -114,10 +114,10 @@ def test_what_the_file_says_is_never_measured_away(rule: PipelineRule) -> None:
 def test_small_layers_wait_for_one_another_and_large_ones_do_not_flood() -> None:
     """Guards a message and a copy job for 4 KiB, and hundreds of them for a chunk."""
     assert announced_layers(SMOLLM2, 5) == (30,)
-    assert announced_layers(SMOLLM2, 128) == (11, 22, 30)
-    assert announced_layers(SMOLLM2, 512) == (4, 8, 12, 16, 20, 24, 28, 30)
-    assert announced_layers(LARGE, 512) == (4, 8, 12, 16, 20, 24, 28, 32)
-    assert announced_layers(LARGE, 8192)[0] == 4
+    assert announced_layers(SMOLLM2, 128) == (15, 25, 30)
+    assert announced_layers(SMOLLM2, 512) == (7, 12, 17, 22, 25, 27, 29, 30)
+    assert announced_layers(LARGE, 512) == (7, 13, 19, 23, 27, 29, 31, 32)
+    assert announced_layers(LARGE, 8192) == announced_layers(LARGE, 512)
     assert announced_layers((1 << 20, 0, 0, 1), 1) == (1, 4), "layers that store nothing"
     assert announced_layers((0,) * 7, 9, 3) == (3, 6, 7)
     assert announced_layers((0,) * 6, 9, 3) == (3, 6)
@@ -128,9 +128,36 @@ def test_every_layer_is_announced_once_in_pieces_of_a_size(sizes: list[int], tok
     """Guards layers that are never told, so that KV waits for the end of the prefill."""
     ends = announced_layers(sizes, tokens)
     assert ends[-1] == len(sizes) and list(ends) == sorted(set(ends))
-    assert len(ends) <= MOST_ANNOUNCEMENTS + 1
-    for start, end in zip((0, *ends), ends[:-1], strict=False):
-        assert sum(sizes[start:end]) * tokens >= LEAST_BYTES
+    assert len(ends) <= MOST_ANNOUNCEMENTS
+    assert (len(ends) - 1) * LEAST_BYTES < max(1, sum(sizes) * tokens), "on average that much"
+    for start, end in zip((0, *ends), ends, strict=False):
+        assert any(sizes[start:end]) or end == len(sizes), "nobody is told of nothing"
+
+
+def left_at_the_end(ends: Sequence[int], wire: float, compute: float) -> float:
+    """Return how long after the last layer the last one is across a link.
+
+    A layer takes ``wire`` to be sent and ``compute`` to be computed; from each announcement on
+    everything not sent yet is still to be sent.
+    """
+    layers = ends[-1]
+    return max(
+        (layers - start) * wire - (layers - end) * compute
+        for start, end in zip((0, *ends), ends, strict=False)
+    )
+
+
+def test_pieces_that_shrink_leave_less_to_wait_for() -> None:
+    """Guards the last pieces, which alone a request waits for on a link that keeps up."""
+    even = (4, 8, 12, 16, 20, 24, 28, 30)
+    shrinking = announced_layers(SMOLLM2, 512)
+    assert len(shrinking) == len(even), "for no more messages"
+    for percent in range(1, 101):
+        wire = percent / 100
+        assert left_at_the_end(shrinking, wire, 1.0) <= left_at_the_end(even, wire, 1.0) + 3
+        if percent <= 80:
+            assert left_at_the_end(shrinking, wire, 1.0) < left_at_the_end(even, wire, 1.0)
+    assert left_at_the_end(shrinking, 0.5, 1.0) == 0.5 * left_at_the_end(even, 0.5, 1.0)
 
 
 def pair_of(bench: Bench) -> PairStatus:

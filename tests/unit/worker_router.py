@@ -10,10 +10,12 @@ from shared.messages.router_worker import (
     CancelWork,
     Expect,
     FromWorker,
+    KvPeer,
     KvSource,
     NewSource,
     Prefill,
     Report,
+    RouterBeat,
     Run,
     StepOutput,
     ToWorker,
@@ -202,6 +204,7 @@ class FakeRouter:
         match message:
             case WorkerHello():
                 self._send(node, WorkerWelcome(incarnation=Incarnation(self._incarnation)))
+                self._introduce()
             case StepOutput():
                 self._step(node, message)
             case TransferLost():
@@ -210,6 +213,19 @@ class FakeRouter:
                 self.counters[node.name] = self.lives[node.peer] = message.counters
             case _:
                 pass
+
+    def _introduce(self) -> None:
+        """Name the prefill workers of this moment, which may be dead when it is read."""
+        nodes = self.world.nodes.values()
+        sources = tuple(
+            KvPeer(worker=n.name, incarnation=n.key.incarnation, endpoint=f"ipc://{n.name}")
+            for n in nodes
+            if str(n.name).startswith("prefill")
+        )
+        beat = RouterBeat(incarnation=Incarnation(self._incarnation), sources=sources)
+        for node in nodes:
+            if node.peer in self.mail and not str(node.name).startswith("prefill"):
+                self._send(node, beat)
 
     def _leg_of(self, node: Node, dispatch: DispatchId) -> Leg:
         leg = self.legs[dispatch]

@@ -30,9 +30,8 @@ from shared.transport.admission import Admission
 from shared.transport.bulk.encoded import EncodedChunks, known_codec
 from shared.transport.bulk.faults import FaultyLink, Parcel
 from shared.transport.bulk.payload import checksum
-from shared.transport.bulk.plan import PlannedChunk
 from shared.transport.bulk.servings import Next, Servings
-from shared.transport.bulk.stage import ArenaStage, OutStage, in_memory
+from shared.transport.bulk.stage import ArenaStage, Lift, OutStage, in_memory
 from shared.transport.endpoint import bind
 from shared.transport.pump import LinkLimits
 from shared.transport.security import CurveServer
@@ -57,6 +56,22 @@ class ServerStats(Struct):
     bytes: int = 0
     refused: int = 0
     rejected: int = 0
+
+
+class _Begun(Struct, frozen=True):
+    """The chunk to send next, and where its bytes come from; None for one that is encoded."""
+
+    item: Next
+    lift: Lift | None
+
+    def like(self, other: "_Begun") -> bool:
+        """Return whether both are of the same fetch."""
+        return (self.item.peer, self.item.fetch) == (other.item.peer, other.item.fetch)
+
+    def drop(self) -> None:
+        """It is not sent."""
+        if self.lift is not None:
+            self.lift.drop()
 
 
 class HostServer:
@@ -192,15 +207,34 @@ class HostServer:
         if self._faults is not None:
             for parcel in self._faults.due(now):
                 self._write(parcel.peer, parcel.header, parcel.frames)
-        for _ in range(_BURST):
-            item = self._jobs.next() if self._stage.room else None
-            if item is None:
-                return
-            self._serve(item, now)
+        begun, ahead = None, self._begin()
+        try:
+            for left in reversed(range(_BURST)):
+                begun, ahead = ahead, None
+                if begun is None:
+                    return
+                ahead = self._begin() if left else None
+                if not self._serve(begun, now) and ahead is not None and ahead.like(begun):
+                    ahead.drop()
+                    ahead = self._begin()
+        finally:
+            for open_ in (begun, ahead):
+                if open_ is not None:
+                    open_.drop()
 
-    def _serve(self, item: Next, now: float) -> None:
-        fetch, chunk = item.fetch, item.chunk
-        frames, spent = self._take_out(fetch, chunk)
+    def _begin(self) -> _Begun | None:
+        """Begin to take a chunk out while the one before it is waited for, checked and sent."""
+        item = self._jobs.next() if self._stage.room else None
+        if item is None:
+            return None
+        if item.fetch.codec != "none" and known_codec(item.fetch.codec) is not None:
+            return _Begun(item, None)
+        return _Begun(item, self._stage.lift(item.chunk, item.fetch.blocks))
+
+    def _serve(self, begun: _Begun, now: float) -> bool:
+        """Send a chunk if its blocks still are those announced; return whether they are."""
+        item, fetch = begun.item, begun.item.fetch
+        frames, spent = self._take_out(begun)
         digest = checksum(frames)
         # After the checksum: bytes that fit it were the announced ones, and libzmq may read
         # the pool later than now, when the blocks are somebody else's.
@@ -218,7 +252,7 @@ class HostServer:
                 reused=reused,
             )
             self._write(item.peer, refusal)
-            return
+            return False
         header = Chunk(
             job=fetch.job,
             attempt=fetch.attempt,
@@ -229,19 +263,20 @@ class HostServer:
         )
         if self._faults is None:
             self._write(item.peer, header, frames)
-            return
+            return True
         for parcel in self._faults.give(Parcel(item.peer, header, frames), now):
             self._write(parcel.peer, parcel.header, parcel.frames)
+        return True
 
-    def _take_out(self, fetch: Fetch, chunk: PlannedChunk) -> tuple[list[memoryview], float]:
+    def _take_out(self, begun: _Begun) -> tuple[list[memoryview], float]:
         """Return a chunk's frames, and the seconds that encoding them took."""
-        codec = None if fetch.codec == "none" else known_codec(fetch.codec)
-        if codec is None:
-            return self._stage.lift(chunk, fetch.blocks), 0.0
-        assert self._encoded is not None
-        begun = time.monotonic()
-        frames = self._encoded.encode(codec, chunk, fetch.blocks, fetch.tokens)
-        return frames, time.monotonic() - begun
+        if begun.lift is not None:
+            return begun.lift.frames(), 0.0
+        fetch, codec = begun.item.fetch, known_codec(begun.item.fetch.codec)
+        assert self._encoded is not None and codec is not None
+        start = time.monotonic()
+        frames = self._encoded.encode(codec, begun.item.chunk, fetch.blocks, fetch.tokens)
+        return frames, time.monotonic() - start
 
     def _write(self, peer: bytes, message: ToReader, payload: Sequence[memoryview] = ()) -> None:
         """Send or drop: a reader that misses something asks again."""

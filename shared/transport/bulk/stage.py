@@ -13,6 +13,18 @@ from shared.transport.bulk.payload import Pool, land, lift
 from shared.transport.bulk.plan import PlannedChunk
 
 
+class Lift(Protocol):
+    """A chunk on its way out of a pool; either of the two ends it, and is called."""
+
+    def frames(self) -> list[memoryview]:
+        """Return its bytes once they are there; the checksum is taken of these very bytes."""
+        ...
+
+    def drop(self) -> None:
+        """Return once nothing writes to its memory; nothing to do after ``frames``."""
+        ...
+
+
 class OutStage(Protocol):
     """Takes chunks out of a pool."""
 
@@ -21,8 +33,8 @@ class OutStage(Protocol):
         """Whether ``lift`` can be called; False while all slabs are on their way."""
         ...
 
-    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> list[memoryview]:
-        """Return a chunk's bytes as frames; its checksum is taken of these very bytes."""
+    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> Lift:
+        """Begin to take a chunk out; other chunks may be begun before its frames are asked for."""
         ...
 
     def close(self) -> None:
@@ -48,6 +60,17 @@ class InStage(Protocol):
         ...
 
 
+class _View:
+    def __init__(self, pool: Pool, chunk: PlannedChunk, blocks: Sequence[int]) -> None:
+        self._of = pool, chunk, blocks
+
+    def frames(self) -> list[memoryview]:
+        return lift(*self._of)
+
+    def drop(self) -> None:
+        return
+
+
 class ArenaStage:
     """Frames are views of the pool, and bytes are in place when ``land`` returns."""
 
@@ -56,9 +79,9 @@ class ArenaStage:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> list[memoryview]:
+    def lift(self, chunk: PlannedChunk, blocks: Sequence[int]) -> Lift:
         """See ``payload.lift``."""
-        return lift(self._pool, chunk, blocks)
+        return _View(self._pool, chunk, blocks)
 
     def land(
         self, chunk: PlannedChunk, blocks: Sequence[int], frames: Sequence[memoryview]
