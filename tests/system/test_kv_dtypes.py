@@ -36,3 +36,4 @@ def test_split_with_converted_kv_equals_converting_in_one_process(
                 assert out.token_ids and list(out.token_ids) == tokens[: len(out.token_ids)]
     finally:
         fleet.stop()
+        fleet.remove()
