@@ -38,6 +38,7 @@ soak: $(READY)
 	$(BIN)/python -m tests.unit.handover_soak
 	$(BIN)/python -m tests.transport.connection_soak
 	$(BIN)/python -m tests.faults.request_soak
+	$(BIN)/python -m tests.faults.kill_soak
 
 gpu-test: $(READY)
 	@$(BIN)/python -m tools.gpu_test

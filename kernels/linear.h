@@ -197,7 +197,8 @@ class LinearPart {
       long inputs = min_of(cut_.slice, linear_.inputs - input);
       Ahead ahead{wanted, cut_.block_bytes, i, jobs, count_ <= kFewRows};
       TileJob job{height, a, cut_.lda, weights + step * kStepBytes, inputs, {}, {}, ahead};
-      Sums wait{waiting_ + tile * T::kRows * kStepBytes}, place{sums_[turn_]};
+      Sums wait{slices > 1 ? waiting_ + tile * T::kRows * kStepBytes : nullptr};
+      Sums place{sums_[turn_]};
       if (direct) place = place_of_results(row, block);
       if (slice > 0)
         job.from = wait;

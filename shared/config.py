@@ -208,7 +208,9 @@ def _allowed(message: str, tree: object) -> str:
             return ""
         node = inner
     patterns = [words for pattern, words in _PATTERNS.items() if f"'{pattern}'" in message]
-    allowed = patterns or _usable(_literals(node), keys, tree) or list(_fields(node))
+    allowed = (
+        patterns or _usable(_literals(node), keys, tree) or list(_fields(node)) or _range(node)
+    )
     return f" (allowed: {', '.join(allowed)})" if allowed else ""
 
 
@@ -244,6 +246,17 @@ def _literals(node: msgspec.inspect.Type) -> list[str]:
     if words and any(isinstance(arm, msgspec.inspect.IntType) for arm in _arms(node)):
         words = ["a number", *words]
     return words
+
+
+def _range(node: msgspec.inspect.Type) -> list[str]:
+    """Return the bounds of a number in words."""
+    for arm in _arms(node):
+        if isinstance(arm, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+            if arm.ge is not None and arm.le is not None:
+                return [f"{arm.ge} to {arm.le}"]
+            if arm.ge is not None:
+                return [f"{arm.ge} or more"]
+    return []
 
 
 def check_deployment(deployment: Deployment, source: str) -> None:

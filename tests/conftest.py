@@ -79,7 +79,7 @@ class RunAsync(Protocol):
     def __call__(
         self,
         coroutine: Coroutine[Any, Any, T],
-        timeout: float = 20.0,
+        timeout: float = 60.0,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
     ) -> T: ...
 
@@ -90,7 +90,7 @@ def run_async() -> RunAsync:
 
     def run(
         coroutine: Coroutine[Any, Any, T],
-        timeout: float = 20.0,
+        timeout: float = 60.0,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
     ) -> T:
         unhandled: list[dict[str, Any]] = []

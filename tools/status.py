@@ -17,6 +17,7 @@ import diptych
 from shared.config import Deployment
 from shared.errors import ResourceMissing
 from shared.messages.fleet import FleetStatus, PairStatus, RouterCounters, WorkerStatus
+from shared.messages.hello import WIRE_VERSION
 from tools.running import client, is_supervised, require_gateway
 from tools.supervise.control import Control, ProcessState
 from tools.supervise.plan import Process, RunPaths, processes, run_paths
@@ -104,6 +105,7 @@ def render(deployment: Deployment, now: Snapshot, before: Snapshot) -> Renderabl
     parts.append(_services(deployment, now, before, run_paths(deployment)))
     if now.fleet is not None:
         parts.append(_requests(now.fleet.counters))
+        parts += _other_version(now.fleet)
         parts += [_pair_line(worker, pair) for worker in now.fleet.workers for pair in worker.pairs]
     if now.problem:
         parts.append(f"[red]{now.problem}[/red]")
@@ -116,6 +118,18 @@ def _requests(counters: RouterCounters) -> str:
     counts = [f"{counters.accepted} accepted", f"{counters.finished} finished"]
     counts += [f"{count} {name}" for name in seldom if (count := getattr(counters, name))]
     return f"requests: {', '.join(counts)}"
+
+
+def _other_version(fleet: FleetStatus) -> list[str]:
+    """Say that peers of another release try to join: no other line has them."""
+    last = fleet.other_version
+    if last is None:
+        return []
+    count = fleet.counters.other_versions
+    return [
+        f"[yellow]refused {count} times: peers of another release, the last one "
+        f"{escape(last.peer)} with wire version {last.wire_version}, not {WIRE_VERSION}[/yellow]"
+    ]
 
 
 def _pair_line(worker: WorkerStatus, pair: PairStatus) -> str:

@@ -5,6 +5,7 @@ from collections import OrderedDict, deque
 from msgspec import Struct
 
 from services.router.config import RouterConfig
+from services.router.counters import Counters
 from services.router.effects import Outbox, UnwatchProcess, WatchProcess
 from services.router.introductions import Introductions
 from services.router.prefix_index import PrefixIndex
@@ -52,6 +53,7 @@ class Fleet:
         workers: dict[bytes, Worker],
         recovery: Recovery,
         outbox: Outbox,
+        counters: Counters,
     ) -> None:
         self.by_peer = workers
         self.due = float("inf")
@@ -62,6 +64,7 @@ class Fleet:
         self._recovery = recovery
         self._outbox = outbox
         self._introductions = Introductions()
+        self._counters = counters
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """Welcome a worker that fits the fleet; the first one defines what fits."""
@@ -78,6 +81,9 @@ class Fleet:
         known = self.by_peer.get(peer)
         error = self._objection(known, message)
         if error is not None:
+            version = message.compatibility.wire_version
+            if version != WIRE_VERSION:
+                self._counters.another_version(message.worker, version)
             self._refuse(peer, message.worker, error, now)
             return
         self.compatibility = message.compatibility
@@ -93,6 +99,7 @@ class Fleet:
 
     def unread(self, peer: bytes, message: UnreadHello, now: float) -> None:
         """Refuse a worker of another version by name."""
+        self._counters.another_version(message.worker, message.compatibility.wire_version)
         text = f"the worker does not fit the fleet: {message.difference()}"
         self._refuse(peer, message.worker, IncompatiblePeer(text), now)
 

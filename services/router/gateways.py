@@ -42,6 +42,8 @@ class Gateways:
         if message.wire_version != WIRE_VERSION or (
             known is None and len(self.by_peer) >= MAX_GATEWAYS
         ):
+            if message.wire_version != WIRE_VERSION:
+                self._counters.another_version(message.gateway, message.wire_version)
             self._outbox.note(
                 f"gateway {message.gateway} not taken in: it speaks wire version "
                 f"{message.wire_version}, {WIRE_VERSION} is spoken here, "

@@ -72,7 +72,7 @@ class RouterState:
         dispatcher = Dispatcher(self.legs, outbox, self.counters)
         self.requests = Requests(config, dispatcher, outbox, self.counters, now)
         recovery = Recovery(config, workers, self.requests, dispatcher, outbox, self.counters)
-        self.fleet = Fleet(config, incarnation, workers, recovery, outbox)
+        self.fleet = Fleet(config, incarnation, workers, recovery, outbox, self.counters)
         self.drains = Drains(workers, recovery, outbox)
         self.gateways = Gateways(
             incarnation, config.worker_timeout, self.requests, outbox, self.counters
@@ -126,6 +126,7 @@ class RouterState:
             draining=self._drain_until is not None,
             workers=workers,
             counters=self.counters.snapshot(),
+            other_version=self.counters.other_version,
         )
 
     def check(self) -> None:

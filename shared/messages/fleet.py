@@ -163,7 +163,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 class RouterCounters(Struct, frozen=True, kw_only=True):
     """Monotonic since router start; ``decisions`` counts by reason of the split decision.
 
-    ``violations``: output of workers that was not believed.
+    ``violations``: output of workers that was not believed. ``other_versions``: hellos of peers
+    that speak another wire version; each was refused.
     """
 
     accepted: int = 0
@@ -176,12 +177,23 @@ class RouterCounters(Struct, frozen=True, kw_only=True):
     late_messages: int = 0
     rejected_frames: int = 0
     violations: int = 0
+    other_versions: int = 0
     tokens: int = 0
     decisions: dict[str, int] = {}
 
 
+class OtherVersion(Struct, frozen=True):
+    """A peer that was refused because it is of another release."""
+
+    peer: str
+    wire_version: int
+
+
 class FleetStatus(Struct, frozen=True, kw_only=True):
-    """The router's answer to ``diptych status`` and ``/metrics``."""
+    """The router's answer to ``diptych status`` and ``/metrics``.
+
+    ``other_version``: who was refused last for another wire version, and which that is.
+    """
 
     incarnation: Incarnation
     uptime: float
@@ -190,3 +202,4 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
     draining: bool
     workers: tuple[WorkerStatus, ...]
     counters: RouterCounters
+    other_version: OtherVersion | None = None

@@ -4,25 +4,22 @@ from pathlib import Path
 
 from shared.device.device import SharedKv
 from shared.engine.engine import Engine
-from shared.engine.model_files import resolve_model
-from shared.engine.weights import read_config
 from shared.errors import ResourceMissing
 from shared.kv.arena import KvArena
-from shared.worker.settings import WorkerSettings, threads_for
+from shared.worker.settings import WorkerSettings
 
 
-def load_engine(settings: WorkerSettings) -> tuple[Engine, SharedKv]:
-    """Load and check the model and take the KV memory."""
-    model_dir = resolve_model(settings.model)
+def load_engine(settings: WorkerSettings, model_dir: Path, threads: int) -> tuple[Engine, SharedKv]:
+    """Load and check the model and take the KV memory; ``threads`` compute the first steps."""
     if settings.device != "cpu":
-        return _load_on_device(settings, model_dir)
+        return _load_on_device(settings, model_dir, threads)
     engine = Engine.load(
         model_dir,
         precision=settings.precision,
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
-        threads=threads_for(settings, read_config(model_dir)),
+        threads=threads,
     )
     num_blocks = settings.kv_memory // engine.layout.block_bytes
     if num_blocks < 2:
@@ -37,7 +34,9 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, SharedKv]:
     return engine, arena
 
 
-def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, SharedKv]:
+def _load_on_device(
+    settings: WorkerSettings, model_dir: Path, threads: int
+) -> tuple[Engine, SharedKv]:
     # Here and not above: they import transformers, and what a CPU worker need not have.
     from shared.engine.device.load import DeviceRequest, start_on
     from shared.engine.prepared import LoadRequest
@@ -51,7 +50,7 @@ def _load_on_device(settings: WorkerSettings, model_dir: Path) -> tuple[Engine, 
     )
     request = DeviceRequest(
         load,
-        settings.threads,
+        threads,
         settings.kv_memory,
         settings.max_sequences,
         settings.max_batch_tokens,

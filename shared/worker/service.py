@@ -64,7 +64,7 @@ from shared.worker.movers import Extras, Movers
 from shared.worker.nixl_reader import STAGING_BYTES
 from shared.worker.oversize import divide
 from shared.worker.pool_size import shortage
-from shared.worker.settings import WorkerSettings, most_threads, threads_for
+from shared.worker.settings import Threads, WorkerSettings, threads_for
 from shared.worker.state import WorkerState
 from shared.worker.step_runner import StepRunner
 
@@ -94,14 +94,18 @@ async def run_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
         log.warning(slow)
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
         loop = asyncio.get_running_loop()
-        engine, arena = await loop.run_in_executor(thread, load_engine, settings)
+        model_dir = await loop.run_in_executor(thread, resolve_model, settings.model)
+        threads = threads_for(settings, read_config(model_dir))
+        engine, arena = await loop.run_in_executor(
+            thread, load_engine, settings, model_dir, threads.own
+        )
         try:
             cuda = arena.descriptor().cuda
             unit = None if cuda is None else cuda.unit
             ask = partial(hardware_line, settings.cores, settings.device, unit)
             log.info("%s runs on %s", settings.worker, await loop.run_in_executor(thread, ask))
             if not stop.is_set():
-                await WorkerService(settings, engine, arena, thread).run(stop)
+                await WorkerService(settings, engine, arena, thread, threads).run(stop)
         finally:
             thread.shutdown(wait=True, cancel_futures=True)
             engine.detach()
@@ -112,7 +116,12 @@ class WorkerService:
     """Turns messages, steps and copies into events, and effects into messages, steps, copies."""
 
     def __init__(
-        self, settings: WorkerSettings, engine: Engine, arena: SharedKv, thread: ThreadPoolExecutor
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        arena: SharedKv,
+        thread: ThreadPoolExecutor,
+        threads: Threads,
     ) -> None:
         self._settings = settings
         self._clock = MonotonicClock()
@@ -149,13 +158,7 @@ class WorkerService:
         )
         self._movers = self._movers_for(arena, identity)
         self._board = CoreBoard(Path(settings.runtime_dir), settings.index, settings.shares)
-        config = read_config(resolve_model(settings.model))
-        crew = Crew(
-            threads_for(settings, config),
-            most_threads(settings, config),
-            self._board,
-            place_threads,
-        )
+        crew = Crew(threads.own, threads.most, self._board, place_threads)
         self._engine = StepRunner(engine, thread, self.post, crew)
 
     async def run(self, stop: asyncio.Event) -> None:

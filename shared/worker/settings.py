@@ -134,16 +134,23 @@ def worker_settings(
     )
 
 
-def threads_for(settings: WorkerSettings, config: dict[str, Any]) -> int:
+class Threads(Struct, frozen=True):
+    """How many threads compute a model: ``own`` on the worker's cores, ``most`` with lent ones."""
+
+    own: int
+    most: int
+
+
+def threads_for(settings: WorkerSettings, config: dict[str, Any]) -> Threads:
     """Return how many threads compute the model of ``config.json``.
 
     As many as the deployment file names, else at most those that have work in every layer.
     """
-    return min(settings.threads, most_threads(settings, config))
+    most = _most_threads(settings, config)
+    return Threads(min(settings.threads, most), most)
 
 
-def most_threads(settings: WorkerSettings, config: dict[str, Any]) -> int:
-    """Return how many threads may compute the model, those on borrowed cores included."""
+def _most_threads(settings: WorkerSettings, config: dict[str, Any]) -> int:
     if settings.threads_named or settings.device != "cpu":
         return settings.threads
     everywhere = sum(share.threads for share in settings.shares)

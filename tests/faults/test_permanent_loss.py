@@ -7,7 +7,7 @@ import pytest
 from diptych import Client, DiptychError
 from tests.system.asking import GREEDY, assert_golden, submit
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -20,7 +20,7 @@ def fleet() -> Iterator[Fleet]:
     """2P1D over sockets, where every chunk that prefill-0 sends is dropped."""
     tree = deployment(
         {"prefill": 2, "decode": 1},
-        router={"split_threshold": THRESHOLD, "max_retries": 2},
+        router=PATIENT | {"split_threshold": THRESHOLD, "max_retries": 2},
         transfer={"path": "host", "stall_timeout": "200ms"},
         faults={"chunks": [{"kind": "drop", "probability": 1.0, "worker": "prefill-0"}]},
     )

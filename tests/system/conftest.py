@@ -8,7 +8,7 @@ import pytest
 from msgspec import Struct
 
 from shared.known_models import KNOWN_MODELS, known_model_file
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment
 
 GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
 TIE = 1e-4
@@ -35,10 +35,15 @@ class GoldenCase(Struct, frozen=True):
         return f"{where} (margin {self.margins[at]})"
 
 
-@pytest.fixture(scope="session")
-def golden() -> list[GoldenCase]:
+def read_golden() -> list[GoldenCase]:
+    """Return the prompts of the reference, and what it answers."""
     cases = json.loads(GOLDEN.read_text())["cases"]
     return [GoldenCase(**{k: tuple(v) for k, v in case.items()}) for case in cases]
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[GoldenCase]:
+    return read_golden()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,14 +68,15 @@ def _run(fleet: Fleet) -> Iterator[Fleet]:
 def colocated() -> Iterator[Fleet]:
     """One mixed worker whose small budget cuts prompts into chunks beside decodes."""
     workers = {"mixed": {"max_batch_tokens": 80}}
-    yield from _run(Fleet(deployment({"mixed": 1}, workers=workers)))
+    yield from _run(Fleet(deployment({"mixed": 1}, workers=workers, router=PATIENT)))
 
 
 @pytest.fixture(scope="session")
 def split() -> Iterator[Fleet]:
     """1P1D; prompts are not cut into chunks."""
     workers = {"prefill": {"max_batch_tokens": 2048}}
-    tree = deployment({"prefill": 1, "decode": 1}, workers=workers, router={"split_threshold": 0})
+    router = PATIENT | {"split_threshold": 0}
+    tree = deployment({"prefill": 1, "decode": 1}, workers=workers, router=router)
     yield from _run(Fleet(tree))
 
 
@@ -78,5 +84,6 @@ def split() -> Iterator[Fleet]:
 def split_2x2() -> Iterator[Fleet]:
     """2P2D with chunks of 48 tokens: a chunk border in the middle of blocks."""
     workers = {"prefill": {"max_batch_tokens": 48}}
-    tree = deployment({"prefill": 2, "decode": 2}, workers=workers, router={"split_threshold": 0})
+    router = PATIENT | {"split_threshold": 0}
+    tree = deployment({"prefill": 2, "decode": 2}, workers=workers, router=router)
     yield from _run(Fleet(tree))

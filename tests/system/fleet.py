@@ -19,6 +19,10 @@ from diptych import Client, DiptychError
 REPO = Path(__file__).resolve().parents[2]
 
 
+PATIENT = {"worker_timeout": "30s"}
+"""Router settings where no worker may be taken for lost because the machine is busy."""
+
+
 def free_port() -> int:
     """Return a loopback port nobody listens on."""
     with socket.socket() as probe:

@@ -10,7 +10,7 @@ import pytest
 from diptych import Client
 from tests.system.asking import GREEDY, answers, assert_golden
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -26,7 +26,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     tree = deployment(
         {"prefill": 1, "decode": 1},
         workers={"prefill": {"max_batch_tokens": 96}},
-        router={"split_threshold": 0},
+        router=PATIENT | {"split_threshold": 0},
         transfer=transfer,
         **changes,
     )

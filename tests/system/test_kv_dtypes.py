@@ -7,7 +7,7 @@ import pytest
 from diptych import Client
 from shared.engine.model_files import resolve_model
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment
 from tests.transport.kv_reference import TwoEngines
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -19,7 +19,9 @@ def test_split_with_converted_kv_equals_converting_in_one_process(
     """Guards the real model's KV on its way from bf16 to int8: the text may not tell the way."""
     sections = {"prefill": {"kv_dtype": "bf16"}, "decode": {"kv_dtype": "int8"}}
     fleet = Fleet(
-        deployment({"prefill": 1, "decode": 1}, workers=sections, router={"split_threshold": 1})
+        deployment(
+            {"prefill": 1, "decode": 1}, workers=sections, router=PATIENT | {"split_threshold": 1}
+        )
     )
     chosen = [case for case in golden if len(case.prompt_ids) > 16][:4]
     directory = Path(resolve_model("smollm2-135m-instruct"))
@@ -34,3 +36,4 @@ def test_split_with_converted_kv_equals_converting_in_one_process(
                 assert out.token_ids and list(out.token_ids) == tokens[: len(out.token_ids)]
     finally:
         fleet.stop()
+        fleet.remove()

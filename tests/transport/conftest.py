@@ -36,9 +36,9 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model() -> Iterator[Path]:
-    """A tiny random model that workers serve."""
+    """A tiny random model that workers serve; nobody writes to it."""
     # Here and not above: most of these tests need neither torch nor transformers.
     from tests.transport.worker_rig import make_model
 

@@ -1,6 +1,6 @@
 """``make soak``: 10,000 readers, no two the same, that connect, test the link, fetch, and go.
 
-Too long for every test run, which does 2,000 of the same.
+Too long for every test run, which does 1,000 of the same.
 """
 
 import sys
@@ -8,12 +8,13 @@ import time
 
 import zmq
 
-from tests.transport.test_bulk_link import Ends, come_and_go
+from tests.transport.test_bulk_connections import come_and_go
+from tests.transport.test_bulk_link import CALM, Ends
 
 
 def main(times: int = 10_000) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    ends = Ends(context)
+    ends = Ends(context, CALM)
     begun = time.monotonic()
     grown = come_and_go(ends, times)
     ends.close()

@@ -16,7 +16,7 @@ from shared.transport.link import DealerLink, RouterLink
 Item = TypeVar("Item")
 Context = zmq.Context[zmq.Socket[bytes]]
 Raw = zmq.Socket[bytes]
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 class Closeable(Protocol):
@@ -97,8 +97,8 @@ def raw_dealer(context: Context, endpoint: str, identity: bytes, hwm: int = 1000
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, hwm)
     socket.setsockopt(zmq.RECONNECT_IVL, 10)
-    socket.setsockopt(zmq.SNDTIMEO, 5000)
-    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.setsockopt(zmq.SNDTIMEO, int(1e3 * DEADLINE))
+    socket.setsockopt(zmq.RCVTIMEO, int(1e3 * DEADLINE))
     socket.connect(endpoint)
     return socket
 
@@ -109,7 +109,7 @@ def raw_router(context: Context, endpoint: str, hwm: int = 1000) -> Raw:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, hwm)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.SNDTIMEO, 5000)
-    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.setsockopt(zmq.SNDTIMEO, int(1e3 * DEADLINE))
+    socket.setsockopt(zmq.RCVTIMEO, int(1e3 * DEADLINE))
     socket.bind(endpoint)
     return socket

@@ -27,7 +27,7 @@ from diptych.wire import (
 
 M = TypeVar("M")
 T = TypeVar("T")
-WAIT = 10.0
+WAIT = 30.0
 
 
 class ScriptedGateway:

@@ -33,15 +33,24 @@ from shared.worker.events import SourceKey
 from tests.conftest import RunAsync
 from tests.transport.harness import Context
 from tests.transport.kv_filling import fill_normal
-from tests.transport.test_bulk_link import BLOCKS, DEADLINE, FAST, LAYOUT, SOURCE, Ends
+from tests.transport.test_bulk_link import (
+    BLOCKS,
+    CALM,
+    DEADLINE,
+    FAST,
+    LAYOUT,
+    MENDING,
+    SOURCE,
+    Ends,
+)
 
 TOKENS = 30  # of the 32 in 8 blocks: the last block is not full
 CHUNKS = 12  # of 3 layers, 8 blocks of 256 bytes (K and V) cut at 700
 LOSSY = tuple(name for name in CODEC_NAMES if name != "none")
 
 
-def ends_for(context: Context, codec: CodecName, sockets: int = 1) -> Ends:
-    ends = Ends(context, replace(FAST, sockets=sockets))
+def ends_for(context: Context, codec: CodecName, limits: FetchLimits = FAST) -> Ends:
+    ends = Ends(context, limits)
     ends.codec = codec
     fill_normal(ends.source, 1)
     fill_normal(ends.target, 2)
@@ -72,7 +81,7 @@ def test_every_codec_brings_the_kv_and_nothing_else(
     context: Context, codec: CodecName, sockets: int
 ) -> None:
     """Guards tokens of others in the last block, and chunks that overwrite neighbours (32, 37)."""
-    ends = ends_for(context, codec, sockets)
+    ends = ends_for(context, codec, replace(CALM, sockets=sockets))
     before = [part.copy() for layer in range(3) for part in ends.target.raw(layer)]
     assert ends.open(ends.serve()).error is None
     outcome = ends.fetch(tokens=TOKENS)
@@ -108,7 +117,7 @@ def test_every_fault_at_every_encoded_chunk_is_mended(run_async: RunAsync, kind:
     """Guards wrong KV and hangs when encoded chunk i is harmed (24, 29, 32, 36, 41)."""
     context: Context = zmq.Context()
     for chunk in range(CHUNKS):
-        ends = ends_for(context, "int8")
+        ends = ends_for(context, "int8", MENDING)
         fault = ChunkFault(kind=kind, chunk=chunk, delay=Seconds(0.05))  # type: ignore[arg-type]
         assert ends.open(ends.serve("tcp://127.0.0.1:0", fault)).error is None
         outcome = ends.fetch(tokens=TOKENS)

@@ -12,19 +12,19 @@ from shared.fault_rules import ChunkFault
 from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kv.codecs.frame import CodecName
 from shared.kv.layout import KvDtype
-from shared.transport.bulk.fetches import Failed
+from shared.transport.bulk.fetches import Failed, FetchLimits
 from shared.transport.bulk.reader import Fetched
 from shared.units import Seconds
 from tests.transport.harness import Context
 from tests.transport.test_bulk_codecs import TOKENS
-from tests.transport.test_bulk_link import BLOCKS, CHUNKS, FAST, LAYOUT, Ends
+from tests.transport.test_bulk_link import BLOCKS, CALM, CHUNKS, FAST, LAYOUT, MENDING, Ends
 
 DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 STEP = 0.04  # of int8, of numbers up to 5: a fused product rounds ties otherwise
 
 
-def ends_of(context: Context, source: KvDtype, target: KvDtype) -> Ends:
-    ends = Ends(context, FAST, (source, target))
+def ends_of(context: Context, source: KvDtype, target: KvDtype, limits: FetchLimits = FAST) -> Ends:
+    ends = Ends(context, limits, (source, target))
     torch.manual_seed(1)
     for arena in (ends.source, ends.target):
         for layer in range(3):
@@ -64,7 +64,7 @@ def test_every_pair_of_dtypes_arrives_and_nothing_else_is_touched(
     context: Context, source: KvDtype, target: KvDtype
 ) -> None:
     """Guards chunks planned by the wrong side's sizes, and bytes taken for another dtype."""
-    ends = ends_of(context, source, target)
+    ends = ends_of(context, source, target, CALM)
     before = parts(ends)
     assert ends.open(ends.serve()).error is None
     outcome = ends.fetch()
@@ -81,7 +81,7 @@ def test_every_fault_at_every_chunk_is_mended(kind: str) -> None:
     """Guards a harmed chunk that is converted before it is verified (24, 29, 32, 36, 41)."""
     context: Context = zmq.Context()
     for chunk in range(CHUNKS):
-        ends = ends_of(context, "bf16", "int8")
+        ends = ends_of(context, "bf16", "int8", MENDING)
         fault = ChunkFault(kind=kind, chunk=chunk, delay=Seconds(0.05))  # type: ignore[arg-type]
         assert ends.open(ends.serve("tcp://127.0.0.1:0", fault)).error is None
         assert isinstance(ends.fetch(), Fetched)
@@ -116,7 +116,7 @@ def test_codecs_bring_kv_from_and_into_int8(
     context: Context, codec: CodecName, source: KvDtype, target: KvDtype
 ) -> None:
     """Guards a codec that reads scales as elements, and tokens of others in the last block."""
-    ends = ends_of(context, source, target)
+    ends = ends_of(context, source, target, CALM)
     ends.codec = codec
     before = parts(ends)
     assert ends.open(ends.serve()).error is None

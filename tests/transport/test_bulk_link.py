@@ -1,16 +1,13 @@
 """The `host` path on real sockets and real pools: every fault at every chunk, and the extremes."""
 
 import asyncio
-import os
 import queue
 import random
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import zmq
 from msgspec.structs import replace
@@ -44,8 +41,11 @@ LAYOUT = KvLayout(dtype="bf16", block_size=4, layers=tuple(LayerKv(2, 8, 8) for 
 BLOCKS = 32
 SOURCE = SourceKey(WorkerId("prefill-0"), Incarnation(7))
 FAST = FetchLimits(slots=4, stall=0.2, attempts=4)
+MENDING = replace(FAST, attempts=50)
+"""Asks again soon, and does not give up because the machine is busy."""
+CALM = replace(FAST, stall=15.0)
+"""Asks for nothing again because the machine is busy."""
 DEADLINE = 20.0
-CONNECTIONS = 2_000
 CHUNKS = 9  # of an 8-block job: 3 layers, 2 parts, 1,024 bytes a part, cut at 700
 
 
@@ -188,34 +188,6 @@ class Ends:
         self.target.close()
 
 
-def come_and_go(ends: Ends, times: int) -> int:
-    """Connect, test, fetch, and disconnect so often; return by how many bytes the process grew.
-
-    Each time is another reader, as far as the source can tell. Both ends live in this process.
-    Memory is compared from a tenth of the way on, when every cache is warm; pyzmq starts a thread
-    with the first message sent without a copy.
-    """
-    endpoint = ends.serve()
-    assert ends.open(endpoint).error is None
-    ends.reader.drop(SOURCE)
-    fds, threads, warm = len(os.listdir("/proc/self/fd")), threading.active_count(), 0
-    process = psutil.Process()
-    for number in range(times):
-        opened = ends.open(endpoint, identity=b"decode-%d#%d" % (number, number + 5))
-        assert opened.error is None, opened.error
-        block = range(number % 8, number % 8 + 1)
-        outcome = ends.fetch(block)
-        assert isinstance(outcome, Fetched) and ends.equal(block)
-        ends.reader.drop(SOURCE)
-        if number == times // 10:
-            warm = process.memory_info().rss
-    assert len(os.listdir("/proc/self/fd")) - fds < 16
-    assert threading.active_count() == threads
-    grown = process.memory_info().rss - warm
-    assert grown < 16 << 20, f"{grown} bytes more after {times} connections"
-    return int(grown)
-
-
 @pytest.fixture
 def ends(context: Context) -> Iterator[Ends]:
     pair = Ends(context)
@@ -223,7 +195,8 @@ def ends(context: Context) -> Iterator[Ends]:
     pair.close()
 
 
-def test_a_job_arrives_whole_and_nothing_else_is_touched(ends: Ends) -> None:
+def test_a_job_arrives_whole_and_nothing_else_is_touched(context: Context) -> None:
+    ends = Ends(context, CALM)
     before = [part.copy() for layer in range(3) for part in ends.target.raw(layer)]
     assert ends.open(ends.serve()).error is None
     outcome = ends.fetch()
@@ -233,6 +206,7 @@ def test_a_job_arrives_whole_and_nothing_else_is_touched(ends: Ends) -> None:
     after = [part for layer in range(3) for part in ends.target.raw(layer)]
     rest = [b for b in range(BLOCKS) if not 8 <= b < 16]
     assert all(np.array_equal(x[rest], y[rest]) for x, y in zip(before, after, strict=True))
+    ends.close()
 
 
 @pytest.mark.parametrize("sockets", [1, 3])
@@ -243,7 +217,7 @@ def test_every_fault_at_every_chunk_is_mended(run_async: RunAsync, kind: str, so
     """Guards wrong bytes and hangs when chunk i is harmed (24, 29, 32, 36, 41), i = 0 ... last."""
     context: Context = zmq.Context()
     for chunk in range(CHUNKS):
-        ends = Ends(context, replace(FAST, sockets=sockets))
+        ends = Ends(context, replace(MENDING, sockets=sockets))
         fault = ChunkFault(kind=kind, chunk=chunk, delay=Seconds(0.05))  # type: ignore[arg-type]
         assert ends.open(ends.serve("tcp://127.0.0.1:0", fault)).error is None
         outcome = ends.fetch()
@@ -279,7 +253,7 @@ def test_blocks_that_were_used_anew_are_refused(ends: Ends) -> None:
 @pytest.mark.parametrize("sockets", [1, 3])
 def test_a_window_of_one_and_many_jobs_at_once(context: Context, sockets: int) -> None:
     """Guards credits that get lost and jobs that starve (26)."""
-    ends = Ends(context, FetchLimits(slots=1, stall=2.0, sockets=sockets))
+    ends = Ends(context, replace(CALM, slots=1, sockets=sockets))
     assert ends.open(ends.serve()).error is None
     jobs = {ends.start(range(i, i + 4), shift=16) for i in range(0, 16, 4)}
     outcomes = [ends.outcomes.get(timeout=DEADLINE) for _ in jobs]
@@ -291,7 +265,7 @@ def test_a_window_of_one_and_many_jobs_at_once(context: Context, sockets: int) -
 @pytest.mark.parametrize("sockets", [1, 3])
 def test_the_peer_may_restart_at_the_same_address(context: Context, sockets: int) -> None:
     """Guards KV of the next life read with the handles of the former one (3, 14, 75)."""
-    ends = Ends(context, replace(FAST, sockets=sockets))
+    ends = Ends(context, replace(MENDING, sockets=sockets))
     endpoint = ends.serve_lastingly()
     assert ends.open(endpoint).error is None
     assert isinstance(ends.fetch(), Fetched)
@@ -315,7 +289,7 @@ def test_the_peer_may_restart_at_the_same_address(context: Context, sockets: int
 @pytest.mark.parametrize("sockets", [1, 3])
 def test_a_link_that_was_cut_is_dialled_again(context: Context, sockets: int) -> None:
     """Guards an agent that is never re-created after a disconnect (14, 15)."""
-    ends = Ends(context, replace(FAST, sockets=sockets))
+    ends = Ends(context, replace(MENDING, sockets=sockets))
     endpoint = ends.serve_lastingly()
     assert ends.open(endpoint).error is None
     assert ends.server is not None
@@ -359,13 +333,6 @@ def test_garbage_is_counted_on_both_ends(ends: Ends) -> None:
     assert isinstance(outcome, Opened) and outcome.error is not None
     assert ends.reader.rejected == 3
     fake.close(linger=0)
-
-
-@pytest.mark.timeout(90)
-def test_thousands_of_connections_leave_nothing_behind(ends: Ends) -> None:
-    """Guards growth with every reader that ever came (30)."""
-    come_and_go(ends, CONNECTIONS)
-    assert isinstance(ends.fetch(), Failed)
 
 
 def test_keys_are_checked_and_encrypt(

@@ -10,6 +10,7 @@ import pytest
 from services.gateway import http_protocol
 from tests.conftest import RunAsync
 from tests.transport.gateway_rig import Rig, expected, rig
+from tests.transport.harness import DEADLINE
 from tests.unit.gateway_model import tokenizer as tokenizer
 
 pytestmark = pytest.mark.usefixtures("tokenizer")
@@ -53,7 +54,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
     async def main() -> None:
         async with rig() as r:
             connection = await connect(r, sent)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 assert await connection[0].read() == b""
             await close([connection])
             assert await r.complete(max_tokens=2)
@@ -72,7 +73,7 @@ def test_half_a_request_after_a_whole_one_ends_the_connection_too(
             assert b"200 OK" in await connection[0].readuntil(b"alive")
             await asyncio.sleep(0.6)  # an idle kept connection is fine
             connection[1].write(b"GET /livez HTTP/1.1\r\nHo")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 assert await connection[0].read() == b'"}'
             await close([connection])
 
@@ -91,7 +92,7 @@ def test_half_a_pipelined_request_does_not_end_the_stream_before_it(
             await connection[0].readuntil(b"data: ")
             await asyncio.sleep(0.7)
             r.router.release()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 rest = await connection[0].read()
             assert b"data: [DONE]" in rest
             await close([connection])
@@ -128,7 +129,7 @@ def test_too_many_connections_are_told_so_in_openais_shape(run_async: RunAsync) 
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "overloaded"
             await close(crowd)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 while r.gateway.http.num_connections > 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert await r.complete(max_tokens=2)
@@ -145,7 +146,7 @@ def test_leaving_ends_every_pipelined_request(run_async: RunAsync) -> None:
             connection = await connect(r, POST + POST)
             await connection[0].readuntil(b"data: ")
             await close([connection])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 await r.router.until(lambda router: len(router.cancelled) >= 1)
             assert r.gateway.broker.state.num_open == 0
 
@@ -243,7 +244,7 @@ def test_a_client_that_leaves_is_noticed_although_nothing_is_written_to_it(
                 writer.write_eof()
                 await reader.readuntil(b":\n\n" if stream and tokens else CONTINUE)
             await close([(reader, writer)])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 await r.router.until(lambda router: len(router.cancelled) == 1)
             await r.idle()
 
@@ -263,7 +264,7 @@ def test_a_sending_side_that_ends_too_early_ends_the_connection(
             if sent.endswith(b"}"):
                 await r.router.until(lambda router: len(router.running) == 1)
             writer.write_eof()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE):
                 assert await reader.read() == b""
             await r.idle()
             await close([(reader, writer)])

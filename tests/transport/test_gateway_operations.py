@@ -159,6 +159,7 @@ def test_readyz_says_busy_only_while_decode_has_just_given_tokens(
     """Tokens from before decode hung made it look alive for one more probe."""
     monkeypatch.setattr("services.gateway.health.PROBE_DEADLINE", 0.3)
     monkeypatch.setattr("services.gateway.health.CACHE_TIME", 0.0)
+    monkeypatch.setattr("services.gateway.health.RECENT", 30.0)
 
     async def main() -> None:
         async with rig() as r:

@@ -13,6 +13,7 @@ import zmq
 
 from shared.transport.link import LinkLimits
 from tests.transport.harness import (
+    DEADLINE,
     Bell,
     Context,
     Dealer,
@@ -344,7 +345,7 @@ def test_handler_may_close_its_link(run: Run, context: Context, endpoint: str) -
             await requests.until(1)
             for number in range(3):
                 router.send(b"w#1", Note(number))
-            await asyncio.wait_for(closed.wait(), 5)
+            await asyncio.wait_for(closed.wait(), DEADLINE)
 
     run(main())
 

@@ -81,8 +81,9 @@ def test_67_garbage_on_both_sockets_is_counted_and_nothing_dies(
                     await eventually(lambda wanted=wanted: service._rejected() >= wanted)
             gateway.generate(make_request("r"))
             assert (await gateway.end_of("r")).reason == "length"
-            await asyncio.sleep(0.06)
             status = (await gateway.status()).status
+            while status.counters.rejected_frames < 2 * len(junk) + 2:  # counted at the next tick
+                status = (await gateway.status()).status
             assert status.counters.rejected_frames == 2 * len(junk) + 2
             assert len(status.workers) == 2
 
@@ -163,7 +164,8 @@ def test_a_gateway_that_left_takes_its_requests_with_it(
     run_async: RunAsync, context: Context, directory: Path
 ) -> None:
     async def main() -> None:
-        config = RouterConfig(worker_timeout=0.5)
+        # A loop that stands still for less is no silence, and for longer it is forgiven.
+        config = RouterConfig(worker_timeout=1.5)
         async with in_process(context, directory, config) as (rig, service):
             decode, gateway = rig.worker("decode-0"), rig.gateway()
             await rig.joined(decode, gateway)

@@ -92,9 +92,10 @@ def test_leaving_the_block_cancels(gateway: ScriptedGateway, run_async: Run[None
 
 def test_timeout_and_lost_connection(tmp_path: Path, run_async: Run[None]) -> None:
     async def main() -> None:
-        async with AsyncClient(ipc(tmp_path), connect_timeout=0.2) as client:
+        async with AsyncClient(ipc(tmp_path)) as client:
             with pytest.raises(Timeout):
                 await client.generate("hi", timeout=0.05)
+        async with AsyncClient(ipc(tmp_path), connect_timeout=0.2) as client:
             with pytest.raises(ConnectionLost):
                 async for _ in client.stream("hi"):
                     pass

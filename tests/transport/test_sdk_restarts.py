@@ -18,16 +18,18 @@ class ModelServer:
         self.link = ScriptedGateway(endpoint)
         self.model = ModelGateway(1)
 
-    def turn(self, tokens: int) -> None:
-        """Take what has come, generate ``tokens`` per request and send."""
+    def turn(self, tokens: int) -> bool:
+        """Take what has come, generate ``tokens`` per request and send; say if there was one."""
         self.link.poll(0.01)
         messages, self.link.messages = self.link.messages, []
         for peer, message in messages:
             session = self.link.sessions.get(peer, 0)
             self.model.session = session
             self.model.take(session, message)
+        busy = bool(self.model.jobs)
         self.model.step(tokens)
         self.deliver()
+        return busy
 
     def deliver(self) -> None:
         mail: list[ToClient] = self.model.mail
@@ -59,15 +61,15 @@ def test_sixteen_streams_survive_ten_killed_gateways(tmp_path: Path) -> None:
 
 
 def _run(server: ModelServer, futures: list[Future[Completion]], turns: int | None) -> None:
-    """Serve some turns after the first session is up, or until all is done."""
+    """Serve some turns in which requests are there, or until all is done."""
     deadline = time.monotonic() + 3 * WAIT
     while not server.link.sessions:
         assert time.monotonic() < deadline, "the client did not come back"
         server.turn(0)
     while not all(f.done() for f in futures) and turns != 0:
         assert time.monotonic() < deadline, "a stream does not end"
-        server.turn(2)
-        turns = None if turns is None else turns - 1
+        if server.turn(2) and turns is not None:
+            turns -= 1
 
 
 def _verify(completion: Completion, size: int) -> None:

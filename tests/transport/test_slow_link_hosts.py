@@ -189,7 +189,8 @@ def test_a_cable_pulled_while_a_layer_is_under_way(
         missing = re.search(r"the KV did not arrive: .*; (\d+) chunks are missing after 6 s", error)
         assert missing is not None, error
         whole, part = divmod(LAYERS * chunks - int(missing[1]), chunks)
-        assert whole == 1 and part > 0, f"{whole} layers and {part} chunks had arrived"
+        # One, or another where this process was not run for a second: the cut is within a layer.
+        assert 1 <= whole < LAYERS and part > 0, f"{whole} layers and {part} chunks had arrived"
         right_or_late(router, await ended(router, second, work), right)
         await nothing_left(router)
 

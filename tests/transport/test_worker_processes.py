@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -49,11 +49,17 @@ def run(run_async: RunAsync) -> Runner:
     return partial(run_async, timeout=110.0)
 
 
+@cache
+def network(model: Path) -> LlamaForCausalLM:
+    """Load the stock model."""
+    return LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+@cache
 def reference(model: Path, prompt: tuple[int, ...], count: int) -> list[int]:
-    """Return transformers' greedy continuation."""
-    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    """Return transformers' greedy continuation; many tests ask for the same."""
     ids = torch.tensor([prompt])
-    out = network.generate(
+    out = network(model).generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,
@@ -114,6 +120,7 @@ def test_a_pair_equals_the_reference_and_keeps_nothing(
             assert report.counters.transfers_ok == len(work) + before
             assert report.counters.transfers_failed == report.counters.late_messages == 0
             (pair,) = report.pairs
+            assert (pair.path, pair.reason) == ("ipc", "self_test"), "one host: shared memory (42)"
             if pipeline == "auto":
                 assert 0 < pair.pipelined < len(work) and pair.pipeline_reason != "configured"
             else:
@@ -154,9 +161,9 @@ def test_decode_survives_prefill_being_killed_at_any_point(
                 _, second = router.split(request(LONG, 6), prefill=victim)
                 await asyncio.sleep(delay)
                 router.kill(victim)
+                router.start(victim)
                 await recover(router, second, other)
                 assert await router.output(second) == right
-                router.start(victim)
                 await router.ready(victim)
             assert router.processes["decode-0"].pid == decode
             for worker in ("prefill-0", "prefill-1", "decode-0"):
@@ -224,13 +231,16 @@ def test_a_pair_that_does_not_fit_names_the_differing_fields(
             for name, (config, _) in unlike.items():
                 router.start(name, config)
             await router.ready(*unlike)
-            dispatches = {router.split(request(LONG[:40]), decode=n)[1]: n for n in unlike}
+            pairs = {n: router.split(request(LONG[:40]), decode=n) for n in unlike}
+            dispatches = {second: name for name, (_, second) in pairs.items()}
             await router.until(lambda: len(losses(router)) == len(unlike))
             for loss in losses(router):
                 name = dispatches.pop(loss.dispatch)
                 assert loss.error.code == "incompatible_peer"
                 assert loss.error.message.endswith(unlike[name][1]), loss.error.message
                 assert "layout: " not in loss.error.message
+            for name, pair in pairs.items():
+                router.cancel(*pair, decode=name)
         for loss in losses(router):
             assert (
                 f"WARNING refused as a reader: incompatible_peer: {loss.error.message}"
@@ -256,9 +266,10 @@ def test_a_worker_of_a_later_release_is_refused_by_both_versions(
         router = Rig(config)
         router.launches["decode-0"] = ("-m", "tests.transport.later_worker")
         async with running(router, "prefill-0", "decode-0"):
-            _, second = router.split(request(LONG[:40]))
+            first, second = router.split(request(LONG[:40]))
             await router.until(lambda: bool(losses(router)))
             (loss,) = losses(router)
+            router.cancel(first, second)
             assert loss.dispatch == second and loss.error.code == "incompatible_peer"
             assert loss.error.message == (
                 "prefill-0 and decode-0 do not fit: wire_version: 1 here, 2 there; install the "

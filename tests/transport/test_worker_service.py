@@ -34,7 +34,7 @@ from shared.transport.link import RouterLink
 from shared.worker.events import Event
 from shared.worker.pool_size import shortage
 from shared.worker.service import WorkerService
-from shared.worker.settings import WorkerSettings, worker_settings
+from shared.worker.settings import Threads, WorkerSettings, worker_settings
 from tests.conftest import RunAsync
 from tests.transport.harness import short_directory
 from tests.transport.worker_rig import request
@@ -98,7 +98,7 @@ async def serve(
     stop = asyncio.Event()
     try:
         with ThreadPoolExecutor(1) as thread:
-            service = WorkerService(settings, engine, arena, thread)  # type: ignore[arg-type]
+            service = WorkerService(settings, engine, arena, thread, Threads(1, 1))  # type: ignore[arg-type]
             spoil(service)
             await service.run(stop)
     finally:
@@ -175,9 +175,10 @@ def test_a_state_machine_that_breaks_ends_the_process(
 
 
 def test_blocks_that_are_unaccounted_for_at_idle_end_the_process(
-    run_async: RunAsync, settings: WorkerSettings
+    run_async: RunAsync, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a slow leak that ends in a full pool while health is green (22)."""
+    monkeypatch.setattr("shared.worker.service._IDLE_BEFORE_CHECK", 3)
 
     def spoil(service: WorkerService) -> None:
         service.state._pool.allocate(1)

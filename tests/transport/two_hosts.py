@@ -70,12 +70,13 @@ async def with_hosts(
     model: Path,
     hosts: Hosts,
     test: Callable[[TwoHosts], Coroutine[object, object, None]],
+    names: tuple[str, ...] = ("prefill-0", "decode-0"),
     **changes: object,
 ) -> None:
-    """Run a test with one prefill and one decode worker that both said hello.
+    """Run a test with workers that said hello, by default one prefill and one decode worker.
 
     ``changes`` are those of ``make_config``, to both hosts' files.
     """
     router = TwoHosts(directory, model, hosts, **changes)
-    async with running(router, "prefill-0", "decode-0"):
+    async with running(router, *names):
         await test(router)

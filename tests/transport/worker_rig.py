@@ -19,6 +19,7 @@ from shared.ids import DispatchId, Incarnation, RequestId, TenantId, TransferId,
 from shared.messages.fleet import WorkerLoad
 from shared.messages.request import Request, Sampling
 from shared.messages.router_worker import (
+    CancelWork,
     Expect,
     FromWorker,
     KvSource,
@@ -177,6 +178,11 @@ class Rig:
         self.send(decode, Expect(dispatch=second, request=work, source=source))
         self.send(prefill, self.prefill_message(first, work))
         return first, second
+
+    def cancel(self, first: DispatchId, second: DispatchId, *, decode: str = "decode-0") -> None:
+        """Give up what a pair was asked for: neither side waits for the other at its end."""
+        self.send(decode, CancelWork(dispatch=second))
+        self.send("prefill-0", CancelWork(dispatch=first))
 
     def prefill_message(self, dispatch: DispatchId, work: Request) -> Prefill:
         """Return the dispatch of a prefill for decode-0."""

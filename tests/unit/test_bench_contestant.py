@@ -84,9 +84,13 @@ def test_an_error_is_reported_and_the_next_question_answered(contestant: Contest
     assert contestant.ask("prefill", 30.0, tokens=3) == 0.01
 
 
-def test_silence_ends_at_the_deadline(contestant: Contestant) -> None:
+def test_silence_ends_at_the_deadline(
+    contestant: Contestant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(EngineFailed, match="in time"):
         contestant.ask("sleep", 0.2, seconds=60)
+    monkeypatch.setattr("tools.bench.engine.contestant._CLOSE_TIMEOUT", 0.5)
+    contestant.close()  # it is asleep, and has to be killed
 
 
 def test_no_cpu_is_used_out_of_turn(contestant: Contestant) -> None:

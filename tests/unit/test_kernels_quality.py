@@ -1,6 +1,7 @@
 """The fused layers' quality on the real model: a sample of what ``diptych bench quality`` reads."""
 
 import math
+from functools import cache
 from typing import Literal
 
 import pytest
@@ -28,12 +29,18 @@ BLOCK_SIZE = 16
 pytestmark = pytest.mark.timeout(400)  # the first use compiles
 
 
+@cache
+def loaded(precision: Precision) -> HfModel:
+    """Load a model once for all tests; stacks copy its weights."""
+    return load_model(resolve_model(MODEL), precision)
+
+
 class Reading:
     """A stack with the weights of ``kind`` and KV of ``pool`` that reads windows into its pool."""
 
     def __init__(self, kind: LinearKind, pool: torch.dtype, windows: torch.Tensor) -> None:
         precision: Precision = "fp32" if kind == "fp32" else "bf16"
-        self.model: HfModel = load_model(resolve_model(MODEL), precision)
+        self.model = loaded(precision)
         stack = LlamaStack.of_model(self.model, kind)
         assert stack is not None
         self.stack, self.windows = stack, windows

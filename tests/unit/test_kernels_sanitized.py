@@ -17,12 +17,15 @@ from shared.kernels.build import (
 from tests.unit.cpu_tiers import runnable
 
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-_FLAGS = ("-std=c++20", "-O1", "-g1", "-fopenmp", "-Wno-psabi", *_SANITIZE)
+_FLAGS = ("-std=c++20", "-O0", "-g1", "-fopenmp", "-Wno-psabi", *_SANITIZE)
 
 
 @pytest.mark.timeout(300)
 def test_no_kernel_reads_or_writes_beyond_its_buffers(tmp_path: Path) -> None:
-    """Tiles, tails and paddings of every tier on buffers that end where the data ends."""
+    """Tiles, tails and paddings of every tier on buffers that end where the data ends.
+
+    Not optimised: it compiles in half the time, and no access is optimised away.
+    """
     try:
         compiler = find_compiler()
     except KernelsUnavailable as error:

@@ -14,6 +14,7 @@ from services.router.events import (
     WorkerExited,
 )
 from shared.ids import GatewayId, Incarnation
+from shared.messages.fleet import OtherVersion
 from shared.messages.gateway_router import (
     Drain,
     Ended,
@@ -343,6 +344,8 @@ def test_a_gateway_of_another_wire_version_is_not_taken_in() -> None:
     hello = GatewayHello(gateway=GatewayId("g"), incarnation=Incarnation(1), wire_version=99)
     world.handle(GatewayMessage(b"g#1", hello))
     assert not world.state.gateways.by_peer and not world.to(b"g#1", RouterWelcome)
+    status = world.state.status(world.now)
+    assert status.counters.other_versions == 1 and status.other_version == OtherVersion("g", 99)
 
 
 def test_a_fleet_query_is_answered() -> None:

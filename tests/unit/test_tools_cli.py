@@ -2,14 +2,19 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tools.cli import main
+
+Done = subprocess.CompletedProcess[str]
+Command = Callable[..., Done]
 GOOD = "name: x\ndeployment_type: split\nworkers: {prefill: {}, decode: {}}\n"
 
 
-def diptych(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def process(*arguments: str, cwd: Path) -> Done:
     return subprocess.run(
         [sys.executable, "-m", "tools", *arguments],
         cwd=cwd,
@@ -20,7 +25,25 @@ def diptych(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def sentence(done: "subprocess.CompletedProcess[str]") -> str:
+@pytest.fixture
+def diptych(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """Run the command in this process and in ``tmp_path``: a process of its own takes seconds."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["diptych", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return Done(arguments, end.value.code, said.out, said.err)
+
+    return run
+
+
+def sentence(done: Done) -> str:
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -38,14 +61,16 @@ def sentence(done: "subprocess.CompletedProcess[str]") -> str:
         ("name: [\n", "x.yaml"),
     ],
 )
-def test_config_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None:
+def test_config_errors_name_file_and_key(
+    diptych: Command, tmp_path: Path, text: str, words: str
+) -> None:
     (tmp_path / "x.yaml").write_text(text)
-    error = sentence(diptych("up", "x.yaml", cwd=tmp_path))
+    error = sentence(diptych("up", "x.yaml"))
     assert "x.yaml" in error and words in error
 
 
 def test_no_config_file(tmp_path: Path) -> None:
-    assert "nowhere.yaml" in sentence(diptych("up", "nowhere.yaml", cwd=tmp_path))
+    assert "nowhere.yaml" in sentence(process("up", "nowhere.yaml", cwd=tmp_path))
 
 
 def test_no_model_and_nothing_started(tmp_path: Path) -> None:
@@ -53,25 +78,26 @@ def test_no_model_and_nothing_started(tmp_path: Path) -> None:
         f"{GOOD}model: {{path: /no/model}}\nruntime_dir: {tmp_path / 'r'}\n"
         "gateway: {http: '127.0.0.1:0'}\n"
     )
-    assert "/no/model" in sentence(diptych("up", "x.yaml", cwd=tmp_path))
+    assert "/no/model" in sentence(process("up", "x.yaml", cwd=tmp_path))
     assert list((tmp_path / "r").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "command", [("status",), ("restart", "router"), ("chat",), ("bench", "serve")]
 )
-def test_commands_about_a_run_say_that_none_runs(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_commands_about_a_run_say_that_none_runs(
+    diptych: Command, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     (tmp_path / "x.yaml").write_text(f"{GOOD}runtime_dir: {tmp_path / 'r'}\n")
     arguments = (*command, "--config", "x.yaml")
     if command[0] == "bench":
         arguments = (*command, "--url", "http://127.0.0.1:1")
-    error = sentence(diptych(*arguments, cwd=tmp_path))
+    error = sentence(diptych(*arguments))
     assert "does not run" in error or "no server answers" in error
 
 
-def test_wrong_concurrency(tmp_path: Path) -> None:
-    done = diptych("bench", "serve", "--concurrency", "1,x", cwd=tmp_path)
-    assert "--concurrency" in sentence(done)
+def test_wrong_concurrency(diptych: Command) -> None:
+    assert "--concurrency" in sentence(diptych("bench", "serve", "--concurrency", "1,x"))
 
 
 @pytest.mark.parametrize("command", ["engine", "quality"])
@@ -80,24 +106,24 @@ def test_wrong_concurrency(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("given", ["", "int8,"])
 def test_an_empty_name_is_refused_with_those_there_are(
-    tmp_path: Path, command: str, option: str, known: str, given: str
+    diptych: Command, command: str, option: str, known: str, given: str
 ) -> None:
     """Guards an empty variable in a script: everything was measured, or another KV than meant."""
-    error = sentence(diptych("bench", command, option, given, cwd=tmp_path))
+    error = sentence(diptych("bench", command, option, given))
     assert option in error and known in error and repr(given) in error
 
 
 def test_keys_are_written_once_and_never_over(tmp_path: Path) -> None:
-    assert diptych("keys", "k", cwd=tmp_path).returncode == 0
+    assert process("keys", "k", cwd=tmp_path).returncode == 0
     assert (tmp_path / "k" / "server.secret").stat().st_mode & 0o777 == 0o600
-    assert "never overwritten" in sentence(diptych("keys", "k", cwd=tmp_path))
+    assert "never overwritten" in sentence(process("keys", "k", cwd=tmp_path))
 
 
 @pytest.mark.parametrize(
     "command", ["up", "status", "restart", "chat", "doctor", "fetch", "keys", "bench serve"]
 )
-def test_help_teaches_with_an_example(tmp_path: Path, command: str) -> None:
-    done = diptych(*command.split(), "--help", cwd=tmp_path)
+def test_help_teaches_with_an_example(diptych: Command, command: str) -> None:
+    done = diptych(*command.split(), "--help")
     assert done.returncode == 0
     assert f"diptych {command}" in done.stdout.replace("│", " ")
     assert "Example" in done.stdout

@@ -9,12 +9,14 @@ from shared.config import Deployment
 from shared.ids import Incarnation, WorkerId
 from shared.messages.fleet import (
     FleetStatus,
+    OtherVersion,
     PairStatus,
     RouterCounters,
     WorkerCounters,
     WorkerLoad,
     WorkerStatus,
 )
+from shared.messages.hello import WIRE_VERSION
 from tools.status import Snapshot, render
 from tools.supervise.control import ProcessState
 
@@ -80,6 +82,19 @@ def test_what_never_happened_is_left_out() -> None:
     assert "requests: 2 accepted, 1 finished\n" in screen(RouterCounters(accepted=2, finished=1))
     text = screen(RouterCounters(accepted=2, finished=1, failed=1, retries=3))
     assert "requests: 2 accepted, 1 finished, 1 failed, 3 retries\n" in text
+
+
+def test_peers_of_another_release_are_told() -> None:
+    """Guards a half-updated fleet of which only the router's log knows."""
+    now, before = (snapshot(at, 0, RouterCounters(other_versions=3)) for at in (1.0, 0.0))
+    assert now.fleet is not None
+    fleet = msgspec.structs.replace(now.fleet, other_version=OtherVersion("[b]gateway", 2))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render(DEPLOYMENT, msgspec.structs.replace(now, fleet=fleet), before))
+    assert isinstance(console.file, io.StringIO)
+    text = " ".join(console.file.getvalue().split())
+    assert "refused 3 times: peers of another release, the last one [b]gateway with wire" in text
+    assert f"with wire version 2, not {WIRE_VERSION}" in text
 
 
 def test_a_pair_tells_its_codec_and_the_bytes_it_saved_only_if_there_is_one() -> None:

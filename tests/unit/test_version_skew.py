@@ -7,6 +7,7 @@ import pytest
 
 from services.router.effects import Note as RouterNote
 from services.router.events import WorkerMessage
+from shared.messages.fleet import OtherVersion
 from shared.messages.hello import WIRE_VERSION, UnreadHello
 from shared.messages.prefill_decode import (
     FromDecode,
@@ -25,7 +26,7 @@ from shared.messages.router_worker import (
 from shared.transport.link import Receive, _Codec
 from shared.worker.effects import ToRouter
 from tests.unit.message_samples import sample
-from tests.unit.router_world import World
+from tests.unit.router_world import COMPATIBILITY, World
 from tests.unit.worker_bench import HELLO, SOURCE, Bench, request
 
 LATER = WIRE_VERSION + 1
@@ -123,3 +124,17 @@ def test_the_router_refuses_a_later_worker_by_both_versions() -> None:
     known = world.worker("decode-7")
     world.handle(WorkerMessage(known, heard))
     assert world.one(known, WorkerRefused) and known not in world.state.fleet.by_peer
+
+
+def test_the_status_counts_peers_of_another_version_and_names_the_newest() -> None:
+    """Guards an operator who learns of a half-updated fleet from a log line only (45)."""
+    world = World()
+    unread = msgspec.msgpack.decode(later(WorkerHello, worker="decode-7"), type=UnreadHello)
+    world.handle(WorkerMessage(b"decode-7#1", unread))
+    older = msgspec.structs.replace(COMPATIBILITY, wire_version=0)
+    world.worker("prefill-" + "9" * 100, compatibility=older)
+    world.worker("decode-0")
+    world.worker("decode-1", compatibility=msgspec.structs.replace(COMPATIBILITY, model="x"))
+    status = world.state.status(world.now)
+    assert status.counters.other_versions == 2, "another model is not another version"
+    assert status.other_version == OtherVersion(("prefill-" + "9" * 100)[:64], 0)

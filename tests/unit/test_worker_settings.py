@@ -74,14 +74,14 @@ def test_given_cores_must_exist_and_suffice_for_every_worker() -> None:
 def test_a_small_models_decode_gets_no_more_threads_than_it_has_work_for() -> None:
     """64 cores gave 32 threads to 18 blocks of outputs: the rest only held the others up."""
     decode = msgspec.structs.replace(worker_settings(SPLIT, None, ("decode",)), threads=32)
-    assert threads_for(decode, {"hidden_size": 576}) == 18
-    assert threads_for(decode, {"text_config": {"hidden_size": 576}}) == 18
-    assert threads_for(decode, {"hidden_size": 4096}) == 32
-    assert threads_for(decode, {}) == 32
+    assert threads_for(decode, {"hidden_size": 576}).own == 18
+    assert threads_for(decode, {"text_config": {"hidden_size": 576}}).own == 18
+    assert threads_for(decode, {"hidden_size": 4096}).own == 32
+    assert threads_for(decode, {}).own == 32
     prefill = msgspec.structs.replace(worker_settings(SPLIT, None, ("prefill",)), threads=32)
-    assert threads_for(prefill, {"hidden_size": 576}) == 32, "a chunk's rows are work, too"
+    assert threads_for(prefill, {"hidden_size": 576}).own == 32, "a chunk's rows are work, too"
     named = msgspec.structs.replace(decode, threads_named=True)
-    assert threads_for(named, {"hidden_size": 576}) == 32
+    assert threads_for(named, {"hidden_size": 576}).own == 32
 
 
 def test_threads_in_the_file_are_what_the_file_says() -> None:

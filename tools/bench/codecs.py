@@ -20,6 +20,7 @@ from shared.kv.codecs.planner import CodecFigures, break_even
 from shared.kv.codecs.registry import CODEC_NAMES, make_codec
 from shared.precision import Precision
 from tools.bench.codecs_quality import Continuations, Difference, compare
+from tools.bench.terminal import print_table
 
 _BLOCK_SIZE = 16
 
@@ -174,7 +175,7 @@ def bench_codecs(
     except (OSError, UnicodeDecodeError) as error:
         raise BadConfig(f"cannot read the text {text_file}: {error}") from error
     report = measure_codecs(plan, text, chosen)
-    console.print(render_table(report))
+    print_table(render_table(report), console)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -17,6 +17,7 @@ from tools.bench.cpu import control_pids
 from tools.bench.report import Server, make_report, render_table, write_report
 from tools.bench.serve import Plan, measure, served_model
 from tools.bench.sse_client import Target
+from tools.bench.terminal import print_table
 from tools.supervise.locks import read_owner
 from tools.supervise.observe import Ready
 from tools.supervise.plan import run_paths
@@ -80,7 +81,7 @@ def _bench(server: Server, plan: Plan, console: Console, out: Path) -> int:
     control = [] if server.deployment is None else control_pids(server.deployment)
     levels = measure(target, model, plan, control, console)
     report = make_report(server, model, plan, levels)
-    console.print(render_table(report))
+    print_table(render_table(report), console)
     as_json, as_html = write_report(report, out)
     console.print(f"{as_json}\n{as_html}", soft_wrap=True, highlight=False)
     failed = sum(level.failed for level in levels)

@@ -15,12 +15,12 @@ from shared.kv.codecs.frame import CodecName
 from shared.kv.layout import KvLayout, LayerKv
 from tools.bench.page import Rows, machine, now, processor, render_page, write_files
 from tools.bench.plots import grouped_bars
+from tools.bench.terminal import print_table
 from tools.bench.transfer import measure
 from tools.bench.transfer_device import measure_devices
 from tools.bench.transfer_plan import TransferPlan, TransferRow
 from tools.slow_link.shaping import LinkProfile
 
-_FULL_WIDTH = 160
 _LEAST_RATE = 0.001
 """Gbit/s: a chunk of 8 MiB takes a minute, which is the patience of all sockets."""
 _HEADER = ["path", "codec", "tokens", "MB", "on the wire", "at once ms", "GB/s", "of reference"]
@@ -105,9 +105,7 @@ def run_bench(plan: TransferPlan, out: Path | None, console: Console) -> int:
         plan=plan,
         rows=rows,
     )
-    if not console.is_terminal:
-        console.width = _FULL_WIDTH
-    console.print(table(rows))
+    print_table(table(rows), console)
     console.print(", ".join(facts(report)), soft_wrap=not console.is_terminal)
     if out is not None:
         as_json, as_html = write_files(report, render_html(report), out)
@@ -169,7 +167,7 @@ def table(rows: list[TransferRow]) -> Table:
     header, *body = table_rows(rows)
     shown = Table(box=None, padding=(0, 1))
     for name in header:
-        shown.add_column(name, justify="right", no_wrap=True)
+        shown.add_column(name, justify="right")
     for cells in body:
         shown.add_row(*cells)
     return shown

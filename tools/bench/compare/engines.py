@@ -29,6 +29,7 @@ from tools.bench.engine.report import (
 from tools.bench.engine.rounds import Entry
 from tools.bench.peers.models import model_for
 from tools.bench.peers.peer import Peer, engine_environment, environment
+from tools.bench.terminal import print_table
 
 _RATIO_NOTE = "Our milliseconds over the peer's: below 1 we are faster."
 _GOAL_NOTE = "Goals: our milliseconds over the best named peer's, in this run."
@@ -57,9 +58,9 @@ def compare_engines(
     verdicts = verdict_rows(report.verdicts)
     page = write_report(report, out, [(ratios, _RATIO_NOTE), (verdicts, _GOAL_NOTE)])
     for table in render_tables(report):
-        console.print(table)
-    console.print(as_table(ratios, "", _RATIO_NOTE))
-    console.print(as_table(verdicts, "", _GOAL_NOTE))
+        print_table(table, console)
+    print_table(as_table(ratios, "", _RATIO_NOTE), console)
+    print_table(as_table(verdicts, "", _GOAL_NOTE), console)
     print_problems(report, console)
     console.print(f"{page.with_name(page.stem + '.json')}\n{page}", soft_wrap=True, highlight=False)
     return 1 if any(facts.problem for facts in report.engines) else 0

@@ -29,6 +29,7 @@ from tools.bench.plots import grouped_bars
 from tools.bench.serve import Plan, measure, served_model
 from tools.bench.sse_client import Target
 from tools.bench.summary import LevelSummary, Spread
+from tools.bench.terminal import print_table
 
 OURS = "diptych"
 _VLLM = ("vllm-cpu-bf16", "vllm-cpu-w8a8")
@@ -156,8 +157,8 @@ def write_served(report: ServedReport, base: Path, console: Console) -> None:
     goals = "Goals: ours over the better vLLM's, smaller is better."
     page = render_page(report.title, facts, [(rows, notes), (verdicts, goals)], [], charts)
     as_json, as_html = write_files(report, page, base)
-    console.print(as_table(rows, report.title, notes))
-    console.print(as_table(verdicts, "", goals))
+    print_table(as_table(rows, report.title, notes), console)
+    print_table(as_table(verdicts, "", goals), console)
     console.print(f"{as_json}\n{as_html}", soft_wrap=True, highlight=False)
 
 

@@ -24,6 +24,7 @@ from tools.bench.engine.report import (
     write_report,
 )
 from tools.bench.engine.rounds import Entry, Race
+from tools.bench.terminal import print_table
 
 T = TypeVar("T", bound=str)
 
@@ -117,7 +118,7 @@ def bench_engine(
     report = race(plan, entries, console)
     page = write_report(report, out)
     for table in render_tables(report):
-        console.print(table)
+        print_table(table, console)
     print_problems(report, console)
     console.print(f"{page.with_name(page.stem + '.json')}\n{page}", soft_wrap=True, highlight=False)
     if as_json:

@@ -11,6 +11,7 @@ from shared.device.open import open_device
 from shared.engine.device.load import choose_kernels
 from shared.errors import BadConfig
 from tools.bench.engine.roofline import SHAPES, Line, Roof, Work, measure, measure_roof
+from tools.bench.terminal import print_table
 
 
 def bench_on_device(
@@ -40,7 +41,7 @@ def bench_on_device(
     place = out.with_name(out.name + ".json")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(table_of(f"{model} on {facts.name}, {attention}", roof, lines))
+    print_table(table_of(f"{model} on {facts.name}, {attention}", roof, lines), console)
     console.print(str(place), soft_wrap=True, highlight=False)
     if as_json:
         print(place.read_text(encoding="utf-8"), end="")

@@ -14,6 +14,7 @@ from tools.bench.page import Rows, machine, now, processor, render_page, write_f
 from tools.bench.plots import grouped_bars
 from tools.bench.quality.gates import Gate, gate_for
 from tools.bench.quality.measure import Loss, Plan, QualityRow, Variant, measure
+from tools.bench.terminal import print_table
 
 _NOTE = (
     "Loss against fp32 reading the same text: prefill reads windows whole, decode a token at a "
@@ -72,7 +73,7 @@ def bench_quality(
     facts = (report.made_at, report.machine, f"load average {report.load_average:.1f}")
     page = render_page(report.title, facts, [(table, _NOTE)], report.breaches, charts)
     written, shown = write_files(report, page, out)
-    console.print(as_table(table, report.title, _NOTE))
+    print_table(as_table(table, report.title, _NOTE), console)
     for breach in report.breaches:
         console.print(breach, style="red", markup=False)
     console.print(f"{written}\n{shown}", soft_wrap=True, highlight=False)
