@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from shared.errors import BadConfig
-from tests.unit.device_engine import PlainKernels, RecordingDevice
+from shared.kernels.gpu.plain import PlainKernels
+from tests.unit.device_engine import RecordingDevice
 from tools.bench.cli import bench_app
 from tools.bench.engine.on_device import bench_on_device, table_of
 from tools.bench.engine.roofline import (

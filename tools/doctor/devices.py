@@ -13,7 +13,8 @@ from typing import Any, Final, TypeAlias
 from msgspec import Struct
 
 from shared.config import Deployment, WorkerSection
-from shared.device.names import device_index
+from shared.device.names import capability_problem, device_index
+from shared.errors import BadConfig
 from tools.doctor.finding import Finding, attempt, ok, warn
 
 Nvml: TypeAlias = Any
@@ -21,6 +22,9 @@ Nvml: TypeAlias = Any
 
 Run = Callable[[list[str]], str]
 """Runs a command; what it prints, or ``OSError``."""
+
+Formats = tuple[str, str | None]
+"""``precision`` and ``kv_dtype`` of a role."""
 
 _TIMEOUT: Final = 20.0
 _QUERY: Final = "index,name,memory.total,memory.used,pci.bus_id,mig.mode.current,driver_version"
@@ -71,7 +75,10 @@ def check_devices(deployment: Deployment | None) -> list[Finding]:
     findings = describe(found)
     if deployment is None:
         return findings
-    tried = [attempt(name, partial(_try, name)) for name in wanted_devices(deployment)]
+    tried = [
+        attempt(name, partial(_try, name, formats))
+        for name, formats in wanted_devices(deployment).items()
+    ]
     if tried and all(finding.level == "ok" for finding in tried):
         # Here and not above: it imports torch, which takes seconds.
         from tools.doctor.device_pairs import check_pair, probe_processes
@@ -80,12 +87,16 @@ def check_devices(deployment: Deployment | None) -> list[Finding]:
     return findings + tried
 
 
-def wanted_devices(deployment: Deployment) -> list[str]:
-    """Return the CUDA devices that workers are to run on, each once."""
+def wanted_devices(deployment: Deployment) -> dict[str, list[Formats]]:
+    """Return the CUDA devices that workers are to run on, and in what formats."""
     workers = deployment.workers
     sections: list[WorkerSection | None] = [workers.prefill, workers.decode, workers.mixed]
-    names = [s.device for s in sections if s is not None and s.count and s.device != "cpu"]
-    return list(dict.fromkeys(names))
+    wanted: dict[str, list[Formats]] = {}
+    for section in sections:
+        if section is not None and section.count and section.device != "cpu":
+            formats = (section.precision, section.kv_dtype)
+            wanted.setdefault(section.device, []).append(formats)
+    return wanted
 
 
 def describe(found: Found | None) -> list[Finding]:
@@ -197,8 +208,12 @@ def run_command(command: list[str]) -> str:
     return done.stdout
 
 
-def _try(name: str) -> str:
-    """Check what a worker on this device checks first. Raises ``ResourceMissing``."""
+def _try(name: str, formats: list[Formats]) -> str:
+    """Check what a worker on this device checks first.
+
+    Raises:
+        ResourceMissing, BadConfig: a part is missing, or it is too old for a format.
+    """
     import torch  # seconds, and only where a worker is to use a GPU
 
     from shared.device.open import TorchBuild, find_device
@@ -207,6 +222,10 @@ def _try(name: str) -> str:
     assert index is not None
     build = TorchBuild(torch.__version__, torch.version.cuda)
     found = find_device(index, build, importlib.import_module)
+    for precision, kv_dtype in formats:
+        problem = capability_problem(found.capability, precision, kv_dtype)
+        if problem is not None:
+            raise BadConfig(problem)
     return f"{found.name}: torch {build.version}, CuPy and triton fit"
 
 

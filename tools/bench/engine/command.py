@@ -27,7 +27,8 @@ from tools.bench.engine.rounds import Entry, Race
 
 T = TypeVar("T", bound=str)
 
-FOR_SPEED: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "fp32")
+ON_CPUS: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "fp8")
+FOR_SPEED: tuple[Precision, ...] = tuple(name for name in ON_CPUS if name != "fp32")
 """The precisions that anyone serves for speed."""
 
 _MODULE = "tools.bench.engine.diptych"
@@ -82,6 +83,8 @@ def own_entries(
         "slots": plan.slots,
         "tokens": plan.pool_tokens,
         "longest": plan.longest,
+        "widest": plan.widest,
+        "device": plan.device,
     }
     return [
         Entry(

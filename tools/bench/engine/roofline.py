@@ -15,14 +15,14 @@ from msgspec import Struct
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shared.device.device import Device
-from shared.engine.attention import ATTENTION_NAME, Kernels, register
+from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.batch import SequenceInput
 from shared.engine.checks import inspect_model
+from shared.engine.device.kernels import DeviceKernels
 from shared.engine.device.runner import DeviceRunner
 from shared.engine.loading import HfModel
 from shared.engine.pools import pools
 from shared.engine.step import PackedStep
-from shared.kernels.gpu.plan import Plan
 from shared.kv.layout import KvLayout
 
 BLOCK_SIZE: Final = 16
@@ -110,7 +110,7 @@ def random_model(device: Device, shape: ModelShape, positions: int) -> tuple[HfM
 
 
 def measure(
-    device: Device, kernels: Kernels[Plan], shape: ModelShape, work: Work, roof: Roof
+    device: Device, kernels: DeviceKernels, shape: ModelShape, work: Work, roof: Roof
 ) -> list[Line]:
     """Measure every step of ``work``; decode graphs are recorded first."""
     longest = max(work.context + 3 + work.steps, *work.prompts) + BLOCK_SIZE

@@ -33,6 +33,7 @@ GATES: Final[dict[Precision, Gate]] = {
     "fp16": Gate(top1=0.99, perplexity=0.005, kl=0.0003),
     "int8": Gate(top1=0.97, perplexity=0.02, kl=0.002),
     "int4": Gate(top1=0.99, perplexity=0.005, kl=0.0003),
+    "fp8": Gate(top1=0.92, perplexity=0.03, kl=0.02),
 }
 
 
@@ -42,6 +43,11 @@ INT8_KV_GATES: Final[dict[Precision, Gate]] = {
     "fp16": Gate(top1=0.97, perplexity=0.01, kl=0.0015),
     "int8": Gate(top1=0.96, perplexity=0.02, kl=0.003),
     "int4": Gate(top1=0.97, perplexity=0.01, kl=0.0015),
+}
+
+FP8_KV_GATES: Final[dict[Precision, Gate]] = {
+    "bf16": Gate(top1=0.92, perplexity=0.03, kl=0.02),
+    "fp8": Gate(top1=0.92, perplexity=0.03, kl=0.02),
 }
 
 _FINER: Final[dict[Precision, tuple[KvDtype, ...]]] = {
@@ -58,6 +64,8 @@ def gate_for(precision: Precision, kv_dtype: KvDtype) -> Gate:
     """
     if kv_dtype == "int8":
         return INT8_KV_GATES[precision]
+    if kv_dtype == "fp8":
+        return FP8_KV_GATES.get(precision, FP8_KV_GATES["bf16"])
     own = GATES[precision]
     if kv_dtype not in _FINER.get(precision, ()):
         return own
