@@ -14,6 +14,7 @@ from shared.engine.batch import OpenSequence, SequenceInput, StepInput
 from shared.engine.device.fp8_linear import Fp8Linear, round_linears
 from shared.engine.device.load import DeviceRequest, prepare_on, start
 from shared.engine.engine import Engine
+from shared.engine.loading import load_model
 from shared.engine.prepared import LoadRequest
 from shared.errors import BadConfig, UnsupportedModel
 from shared.kernels import fp8
@@ -127,6 +128,52 @@ def test_an_engine_steps_over_fp8_kv_in_a_gpus_memory(tmp_path: Path) -> None:
         engine.detach()
         book.close()
     assert found[0] == pytest.approx(found[1], abs=0.5)
+
+
+class Trimmed(RecordingDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trims = 0
+
+    def trim(self) -> None:
+        self.trims += 1
+
+
+def test_the_memory_of_the_weights_before_is_given_back(tmp_path: Path) -> None:
+    """Guards KV that has half the room: torch keeps what bf16 weights were loaded into."""
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    for precision, trims in (("bf16", 0), ("fp8", 1)):
+        device = Trimmed()
+        request = LoadRequest(directory, precision, "bf16", BLOCK, None)
+        prepare_on(device, request, PlainKernels(), "plain")
+        assert device.trims == trims
+
+
+class ReadsWeights(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.to(self.inner.weight.dtype))  # type: ignore[no-any-return]
+
+
+def test_a_model_that_reads_its_weights_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards activations that are brought into e4m3 without a scale, and a bare AttributeError."""
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+
+    def loaded(*arguments: object) -> object:
+        model = load_model(*arguments)  # type: ignore[arg-type]
+        for layer in model.model.layers:
+            layer.mlp.down_proj = ReadsWeights(layer.mlp.down_proj)
+        return model
+
+    monkeypatch.setattr("shared.engine.device.load.load_model", loaded)
+    request = LoadRequest(directory, "fp8", "bf16", BLOCK, None)
+    with pytest.raises(UnsupportedModel, match=r"does not run with fp8 layers.*weight.*use bf16"):
+        prepare_on(RecordingDevice(), request, PlainKernels(), "plain")
 
 
 class OldGpu(RecordingDevice):

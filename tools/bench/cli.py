@@ -220,7 +220,7 @@ class OwnOptions(EngineOptions, frozen=True, kw_only=True):
     sampling: Annotated[
         str, typer.Option(help="Of decode and host: greedy, mixed (what requests ask for), or both")
     ] = "greedy"
-    device: Annotated[str, typer.Option(help="cpu, or cuda or cuda:N: bf16 and greedy there.")] = (
+    device: Annotated[str, typer.Option(help="cpu, or cuda or cuda:N: bf16 or fp8, greedy.")] = (
         "cpu"
     )
 
@@ -258,6 +258,8 @@ def bench_engine(options: OwnOptions) -> int:
             context=parse_numbers("--context", options.context)[0],
             prompts=parse_numbers("--prefill", options.prefill),
             steps=options.steps,
+            precision="fp8" if options.precision == "fp8" else "bf16",
+            kv_dtype="fp8" if options.kv_dtype == "fp8" else "bf16",
         )
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
     chosen = command.precisions(options.precision, command.FOR_SPEED)

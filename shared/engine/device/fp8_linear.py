@@ -24,37 +24,53 @@ _ROUTERS: Final = ("gate", "router")
 """Choose experts: too small to gain anything, and a rounded choice is another model."""
 
 
+def multiply_rows(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return bf16 [rows, outputs] of e4m3 x [rows, inputs] and weight [outputs, inputs].
+
+    Scales are fp32 [rows, 1] and [outputs, 1]. Sums are fp32, on Hopper as well.
+    """
+    out: torch.Tensor = functional.scaled_mm(
+        x,
+        weight.t(),  # the second factor is column after column
+        x_scales,
+        ScalingType.RowWise,
+        weight_scales.t(),
+        ScalingType.RowWise,
+        bias=bias,
+        output_dtype=torch.bfloat16,
+    )
+    return out
+
+
 class Fp8Linear(nn.Module):
     """A drop-in for a bf16 ``nn.Linear``; its weights are not kept.
 
-    Tensors are buffers, so that moving the model moves them.
+    Tensors are buffers, so that moving the model moves them. None is called ``weight``: a model
+    that brings activations into its weights' format would bring them into e4m3, unscaled.
     """
 
-    weight: torch.Tensor
-    scale: torch.Tensor
+    rounded: torch.Tensor
+    scales: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, quantise: QuantiseRows) -> None:
         super().__init__()
-        weight, scale = fp8.quantise_rows(linear.weight)
+        rounded, scales = fp8.quantise_rows(linear.weight)
         self._quantise = quantise
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
+        self.register_buffer("rounded", rounded)
+        self.register_buffer("scales", scales)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return bf16 [..., outputs] for x [..., inputs]."""
         rows, scales = self._quantise(x.reshape(-1, x.shape[-1]))
-        out = functional.scaled_mm(
-            rows,
-            self.weight.t(),  # the second factor is column after column
-            scales,
-            ScalingType.RowWise,
-            self.scale.t(),
-            ScalingType.RowWise,
-            bias=self.bias,
-            output_dtype=torch.bfloat16,
-        )
+        out = multiply_rows(rows, scales, self.rounded, self.scales, self.bias)
         return out.view(*x.shape[:-1], -1)
 
 

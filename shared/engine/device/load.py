@@ -22,7 +22,7 @@ from shared.engine.loading import HfModel, end_token_ids, load_model, resolve_ma
 from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
 from shared.engine.rope import pin_rope
 from shared.engine.weights import check_weights, model_id
-from shared.errors import BadConfig, ResourceMissing
+from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +126,16 @@ def prepare_on(
         expected = [logits.cpu() for logits in own_logits(model)]
     if request.precision == "fp8":
         name = f"fp8 weights, {name}"
-        _round_weights(model, device, kernels)
+        round_weights(model, device, kernels)
     embeddings = int(model.get_input_embeddings().weight.shape[0])
     runner = DeviceRunner(model, layout, device, kernels, name)
-    error = difference(runner, layout, expected, embeddings)
+    try:
+        error = difference(runner, layout, expected, embeddings)
+    except AttributeError as reason:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run with {request.precision} layers in the place of "
+            f"its own ({reason}); use bf16"
+        ) from reason
     require_equal(error, tolerance(request.precision, layout.dtype), type(model).__name__)
     facts = ModelFacts(
         layout=layout,
@@ -150,7 +156,7 @@ def _require_formats(device: Device, request: LoadRequest) -> None:
         raise BadConfig(problem)
 
 
-def _round_weights(model: HfModel, device: Device, kernels: DeviceKernels) -> None:
+def round_weights(model: HfModel, device: Device, kernels: DeviceKernels) -> None:
     """Make linear layers fp8, and let no piece of the bf16 ones' memory stay taken.
 
     torch gives back whole pieces only, and the loader may have put all weights into one: so what
