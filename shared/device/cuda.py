@@ -99,8 +99,14 @@ class CudaDevice:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.place)
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
+        current = torch.cuda.current_stream(self.place)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except BaseException:
+            # torch ends a failed capture before it leaves the capture's stream, which throws.
+            torch.cuda.set_stream(current)
+            raise
         return _Replay(graph)
 
     def trim(self) -> None:

@@ -75,6 +75,7 @@ def test_generates_what_transformers_generates(
     directory = save_model(tmp_path, CONFIGS[family]())
     driver, sizes = driver_on(device, directory, most=4)
     assert family in NO_GRAPHS or sizes == (1, 2, 4)
+    assert torch.cuda.current_stream(device.place) == torch.cuda.default_stream(device.place)
     assert generated(driver) == answers(directory)
     driver.finish()
 
