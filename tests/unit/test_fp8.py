@@ -26,6 +26,7 @@ from shared.precision import kv_dtype_for
 from tests.unit.device_engine import RecordingDevice
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, save_model
 from tests.unit.test_device_runner import FakeGpu
+from tools.bench.engine.diptych import emulated, loaded
 
 FAMILIES = ("llama", "gemma3", "mixtral", "deepseek_v3")
 
@@ -128,6 +129,22 @@ def test_an_engine_steps_over_fp8_kv_in_a_gpus_memory(tmp_path: Path) -> None:
         engine.detach()
         book.close()
     assert found[0] == pytest.approx(found[1], abs=0.5)
+
+
+def test_quality_is_measured_with_the_rounding_of_a_gpu(tmp_path: Path) -> None:
+    """Guards a table of fp8's loss that is that of the CPU's bf16."""
+    options = {
+        "model": str(save_model(tmp_path, CONFIGS["llama"]())),
+        "precision": "fp8",
+        "kv_dtype": "fp8",
+        "threads": 1,
+        "longest": 48,
+    }
+    engine = emulated(options)
+    assert engine.layout.dtype == "fp8"
+    assert "fp8 weights, emulated on a CPU" in engine._runner.name
+    with pytest.raises(BadConfig, match="for GPUs"):
+        loaded(options)
 
 
 class Trimmed(RecordingDevice):
