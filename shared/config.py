@@ -43,7 +43,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ``device``: ``cpu``, ``cuda`` or ``cuda:N``; all processes of the role share it.
     ``borrow_cores``: steps also take cores of this node's workers that have nothing to do;
     ``threads`` named are never exceeded. ``precision`` is that of the weights; ``kv_dtype`` that
-    of keys and values: the same, or bf16 under int8, int4 and ``auto`` weights, unless named.
+    of keys and values: the same, or bf16 under int8, int4, fp8 and ``auto`` weights, unless named.
     """
 
     count: NonNegative = 1
@@ -354,10 +354,11 @@ def _check_roles(deployment: Deployment, source: str) -> None:
                 )
     if split and prefill and decode:
         theirs, ours = (kv_dtype_for(w.precision, w.kv_dtype) for w in (prefill, decode))
-        if theirs != ours and decode.device != "cpu":
+        if theirs != ours and (decode.device != "cpu" or theirs == "fp8"):
+            nothing = "a GPU converts none" if decode.device != "cpu" else "nothing converts fp8"
             raise BadConfig(
                 f"{source}: keys and values are {theirs} in `workers.prefill` and {ours} in "
-                "`workers.decode`, and a GPU converts none: give both the same `kv_dtype`"
+                f"`workers.decode`, and {nothing}: give both the same `kv_dtype`"
             )
         cuda = (prefill.device != "cpu", decode.device != "cpu")
         transfer = transfer_problem(deployment.transfer.path, deployment.transfer.codec, cuda=cuda)

@@ -6,7 +6,7 @@ from shared.cpuinfo import cpu_flags
 from shared.kv.layout import KvDtype
 from shared.messages.fleet import Role
 
-Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8"]
 PrecisionRule = Precision | Literal["auto"]
 
 
@@ -28,7 +28,7 @@ def kv_dtype_for(precision: PrecisionRule, asked: KvDtype | None) -> KvDtype:
     if asked is not None:
         return asked
     match precision:
-        case "int8" | "int4" | "auto":
+        case "int8" | "int4" | "fp8" | "auto":
             return "bf16"
     return precision
 

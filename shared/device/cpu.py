@@ -61,6 +61,9 @@ class CpuDevice:
         """Record nothing: launches cost next to nothing here."""
         return None
 
+    def trim(self) -> None:
+        """Return at once: the allocator's memory is the machine's."""
+
     def synchronise(self) -> None:
         """Return at once."""
 

@@ -29,22 +29,36 @@ class CudaDevice:
     ``memory`` is where arenas come from, those of peers as well.
     """
 
-    def __init__(self, index: int, memory: CupyMemory, name: str, unit: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        memory: CupyMemory,
+        name: str,
+        unit: str,
+        capability: tuple[int, int] = (8, 0),
+    ) -> None:
         self.place = torch.device("cuda", index)
         self.memory = memory
         self._name = name
         self._unit = unit
+        self._capability = capability
         self._pool: Any = None
 
     def facts(self) -> DeviceFacts:
         """Return the maker's name and the memory as of now."""
         free, total = self.memory.free()
         return DeviceFacts(
-            kind="cuda", name=self._name, memory_total=total, memory_free=free, unit=self._unit
+            kind="cuda",
+            name=self._name,
+            memory_total=total,
+            memory_free=free,
+            unit=self._unit,
+            capability=self._capability,
         )
 
     def kv_memory(self, layout: KvLayout, num_blocks: int) -> tuple[KvMemory, CudaPool]:
         """Take one allocation, and a small host arena for what a peer's CPU must read."""
+        self.trim()
         book = KvArena.create(BOOK_LAYOUT, num_blocks)
         try:
             arena_id = book.descriptor().arena_id
@@ -85,9 +99,19 @@ class CudaDevice:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.place)
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
+        current = torch.cuda.current_stream(self.place)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except BaseException:
+            # torch ends a failed capture before it leaves the capture's stream, which throws.
+            torch.cuda.set_stream(current)
+            raise
         return _Replay(graph)
+
+    def trim(self) -> None:
+        """Empty torch's cache, of which CuPy and other processes get nothing."""
+        torch.cuda.empty_cache()
 
     def synchronise(self) -> None:
         """Wait for every stream."""

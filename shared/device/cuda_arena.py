@@ -26,8 +26,8 @@ class CudaArena:
         for index, (kv, (k, v)) in enumerate(zip(layout.layers, self.regions, strict=True)):
             owner = layout.owner(index)
             if owner == index:
-                self._k.append(self._tensor(k, kv.heads, kv.k_dim))
-                self._v.append(self._tensor(v, kv.heads, kv.v_dim))
+                self._k.append(self._tensor(k, kv.heads, layout.width(kv.k_dim)))
+                self._v.append(self._tensor(v, kv.heads, layout.width(kv.v_dim)))
             else:
                 self._k.append(self._k[owner])
                 self._v.append(self._v[owner])
@@ -49,11 +49,11 @@ class CudaArena:
         return cls(memory, address, layout, num_blocks)
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return K ``[num_blocks + 1, block_size, heads, k_dim]`` of ``layer``, no copy."""
+        """Return K ``[num_blocks + 1, block_size, heads, width]`` of ``layer``, no copy."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return V ``[num_blocks + 1, block_size, heads, v_dim]`` of ``layer``, no copy."""
+        """Return V ``[num_blocks + 1, block_size, heads, width]`` of ``layer``, no copy."""
         return self._v[layer]
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class CudaArena:
         if owned:
             self._memory.give_back(self.address)
 
-    def _tensor(self, region: Region, heads: int, dim: int) -> torch.Tensor:
+    def _tensor(self, region: Region, heads: int, width: int) -> torch.Tensor:
         count = self.num_blocks + 1
         flat = self._memory.view(self.address + region.start, count * region.unit)
-        shape = (count, self.layout.block_size, heads, dim)
+        shape = (count, self.layout.block_size, heads, width)
         return flat.view(TORCH_DTYPES[self.layout.dtype]).view(shape)

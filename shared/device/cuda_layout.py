@@ -1,9 +1,10 @@
 """Where a KV pool's bytes lie in one allocation of device memory.
 
 First a page with the canary, a pattern that only this arena has, and a page for self-tests. Then,
-per layer with own storage, K ``[num_blocks + 1, block_size, heads, k_dim]`` and V likewise, each
-on a page of its own. The block past ``num_blocks`` is scratch: rows that only fill a graph up write
-there. Blocks are byte for byte those of ``shared.kv.arena``.
+per layer with own storage, K ``[num_blocks + 1, block_size, heads, width]`` and V likewise, each
+on a page of its own; fp8 rows are wider than the head, by their scale. The block past
+``num_blocks`` is scratch: rows that only fill a graph up write there. Blocks are byte for byte
+those of ``shared.kv.arena``.
 """
 
 import hashlib

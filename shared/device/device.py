@@ -13,13 +13,16 @@ from shared.messages.prefill_decode import ArenaDescriptor
 
 
 class DeviceFacts(Struct, frozen=True, kw_only=True):
-    """``name`` is the maker's; memory is in bytes; ``unit`` tells slices and devices apart."""
+    """``name`` is the maker's; memory is in bytes; ``unit`` tells slices and devices apart,
+    ``capability`` is CUDA's compute capability.
+    """
 
     kind: Literal["cpu", "cuda"]
     name: str
     memory_total: int
     memory_free: int
     unit: str = ""
+    capability: tuple[int, int] = (0, 0)
 
 
 class Event(Protocol):
@@ -129,6 +132,10 @@ class Device(Protocol):
 
     def record(self, work: Callable[[], None]) -> Graph | None:
         """Record ``work``, which has run before; None where nothing is gained by that."""
+        ...
+
+    def trim(self) -> None:
+        """Give back memory that is kept for later tensors, so that ``kv_memory`` can have it."""
         ...
 
     def synchronise(self) -> None:

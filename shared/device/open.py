@@ -26,12 +26,13 @@ class TorchBuild(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """A device that can be used. ``sliced``: it is a MIG slice."""
+    """A device that can be used. ``sliced``: it is a MIG slice; ``capability``: 9.0 as (9, 0)."""
 
     index: int
     name: str
     unit: str
     sliced: bool
+    capability: tuple[int, int]
 
 
 class Importer(Protocol):
@@ -60,10 +61,25 @@ def open_device(name: str) -> Device:
     from shared.device.cuda import CudaDevice
     from shared.device.cuda_view import view
 
-    found = find_device(index, TorchBuild(torch.__version__, torch.version.cuda), import_module)
+    found = _find(index)
     torch.cuda.set_device(index)
     memory = CupyMemory(import_module("cupy"), index, view(index), sliced=found.sliced)
-    return CudaDevice(index, memory, found.name, found.unit)
+    return CudaDevice(index, memory, found.name, found.unit, found.capability)
+
+
+def require_device(name: str) -> None:
+    """Raise as ``open_device`` where it would, and open nothing."""
+    index = device_index(name)
+    if index is not None:
+        _find(index)
+
+
+def _find(index: int) -> Finding:
+    from importlib import import_module
+
+    import torch
+
+    return find_device(index, TorchBuild(torch.__version__, torch.version.cuda), import_module)
 
 
 def find_device(index: int, build: TorchBuild, load: Importer) -> Finding:
@@ -140,4 +156,4 @@ def _examine(runtime: Any, index: int, where: str) -> Finding:  # noqa: ANN401
             f"{where}: {name} has compute capability {capability[0]}.{capability[1]}; "
             "8.0 (Ampere) or newer is needed"
         )
-    return Finding(index, name, unit_of(facts), " MIG " in name)
+    return Finding(index, name, unit_of(facts), " MIG " in name, capability)

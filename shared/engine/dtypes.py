@@ -13,8 +13,9 @@ LOADED_AS: Final[dict[Precision, torch.dtype]] = {
     "fp16": torch.float16,
     "int8": torch.bfloat16,
     "int4": torch.bfloat16,
+    "fp8": torch.bfloat16,
 }
-"""What weights are read as; int8 and int4 ones are quantised from there."""
+"""What weights are read as; int8, int4 and fp8 ones are quantised from there."""
 
 KINDS: Final[dict[Precision, LinearKind]] = {
     "fp32": "fp32",

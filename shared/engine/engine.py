@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shared.device.device import KvMemory
+from shared.device.names import device_problem
 from shared.engine.batch import Sampled, SequenceInput, StepInput, StepResult
 from shared.engine.pools import pools
 from shared.engine.prepared import LoadRequest, Prepared
@@ -17,7 +18,7 @@ from shared.engine.runner import Logits
 from shared.engine.sampling.grammar import GrammarCompiler
 from shared.engine.sampling.sampler import Failure, Sampler
 from shared.engine.step import OnLayer, PackedStep
-from shared.errors import DiptychError, ErrorPayload
+from shared.errors import BadConfig, DiptychError, ErrorPayload
 from shared.kv.layout import KvDtype, KvLayout
 from shared.kv.memory import give_back_freed
 from shared.precision import Precision, kv_dtype_for
@@ -71,10 +72,14 @@ class Engine:
         Raises:
             ResourceMissing: files are missing or truncated, or memory is too small.
             UnsupportedModel: a check failed; the sentence says which.
-            BadConfig: ``max_model_len`` is more than the model has positions.
+            BadConfig: ``max_model_len`` is more than the model has positions, or a format is none
+                of a CPU's.
         """
         torch.set_num_threads(threads)
         dtype = kv_dtype_for(precision, kv_dtype)
+        problem = device_problem("cpu", precision, dtype)
+        if problem is not None:
+            raise BadConfig(problem)
         request = LoadRequest(model_dir, precision, dtype, block_size, max_model_len)
         prepared = recall(request)
         if prepared is None:

@@ -6,6 +6,7 @@ Same arguments and results as the native operators, except that weights are not 
 import torch
 from torch.nn import functional
 
+from shared.kernels import fp8
 from shared.kernels.int4 import on_grid
 from shared.kernels.kv_rows import from_rows, head_dim, to_rows
 from shared.kernels.types import GROUP, INT4, INT8, AttentionBatch, LinearKind
@@ -78,8 +79,11 @@ def kv_write(
     slots: torch.Tensor,
 ) -> None:
     """Store k, v [rows, kv heads, dim] in ``slots`` [rows] of the pools."""
-    k_pool.flatten(0, 1).index_copy_(0, slots, to_rows(k, k_pool.dtype))
-    v_pool.flatten(0, 1).index_copy_(0, slots, to_rows(v, v_pool.dtype))
+    for pool, fresh in ((k_pool, k), (v_pool, v)):
+        target, rows = pool.flatten(0, 1), to_rows(fresh, pool.dtype)
+        if pool.dtype == fp8.FORMAT:  # which torch copies by index as bytes only
+            target, rows = target.view(torch.uint8), rows.view(torch.uint8)
+        target.index_copy_(0, slots, rows)
 
 
 def kv_convert(

@@ -1,28 +1,38 @@
 """One token's K or V of one head as a KV pool holds it, in plain torch.
 
-An int8 pool's row is [dim] integers and then their fp32 scale, the largest magnitude over 127:
-int8 [..., dim + ``SCALE_BYTES``]. Other pools hold the elements themselves. The scale at the tail
-of its row is what vLLM's int8_per_token_head has.
+A row of an int8 or fp8 pool is [dim] elements and then their fp32 scale, the largest magnitude
+over the format's largest: [..., dim + ``SCALE_BYTES``]. Other pools hold the elements themselves.
+The scale at the tail of its row is what vLLM's int8_per_token_head has.
 """
 
 import torch
 
+from shared.kernels.fp8 import quantise_rows
 from shared.kv.layout import SCALE_BYTES
 
 _LARGEST = 127
+_SCALED = (torch.int8, torch.float8_e4m3fn)
+
+
+def is_scaled(pool: torch.Tensor) -> bool:
+    """Return whether rows of a pool end with a scale."""
+    return pool.dtype in _SCALED
 
 
 def head_dim(pool: torch.Tensor) -> int:
     """Return the elements of a head in rows [..., width] of a pool."""
     width = pool.shape[-1]
-    return width - SCALE_BYTES if pool.dtype == torch.int8 else width
+    return width - SCALE_BYTES if is_scaled(pool) else width
 
 
 def to_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return floats x [..., dim] as a pool of ``dtype`` holds them.
 
-    A NaN or infinity makes the scale of its int8 row NaN, and so every element.
+    A NaN or infinity makes the scale of its int8 or fp8 row NaN, and so every element.
     """
+    if dtype == torch.float8_e4m3fn:
+        eighths, scale = quantise_rows(x)
+        return torch.cat((eighths.view(torch.uint8), scale.view(torch.uint8)), dim=-1).view(dtype)
     if dtype != torch.int8:
         return x.to(dtype)
     wide = x.float()
@@ -36,8 +46,8 @@ def to_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of a pool as floats [..., dim]: fp32 where they are int8, else as they are."""
-    if rows.dtype != torch.int8:
+    """Return rows of a pool as floats [..., dim]: fp32 where they are scaled, else as they are."""
+    if not is_scaled(rows):
         return rows
     dim = head_dim(rows)
     return rows[..., :dim].float() * _apart(rows[..., dim:]).view(torch.float32)

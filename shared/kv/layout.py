@@ -8,11 +8,13 @@ from msgspec import Struct
 
 from shared.errors import UnsupportedModel
 
-KvDtype = Literal["fp32", "bf16", "fp16", "int8"]
+KvDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 
-DTYPE_BYTES: Final[dict[KvDtype, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+DTYPE_BYTES: Final[dict[KvDtype, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
+SCALED: Final[tuple[KvDtype, ...]] = ("int8", "fp8")
+"""KV of one byte an element, with a scale."""
 SCALE_BYTES: Final = 4
-"""Behind the integers of one token's K or V of one head: their fp32 scale."""
+"""Behind the elements of one token's K or V of one head: their fp32 scale."""
 
 _ARRANGEMENT = "block,token,head,dim/1"
 _MAX_INTEGER_DIM: Final = 2048
@@ -55,6 +57,11 @@ class KvLayout(Struct, frozen=True, kw_only=True):
                     f"layer {index}: `kv_dtype: int8` takes keys of up to {_MAX_INTEGER_DIM} "
                     f"elements, and these have {layer.k_dim}; use bf16 or fp16"
                 )
+            if self.dtype == "fp8" and (layer.k_dim % 4 or layer.v_dim % 4):
+                raise UnsupportedModel(
+                    f"layer {index}: `kv_dtype: fp8` takes heads whose width is a multiple of 4, "
+                    f"and these have {layer.k_dim} and {layer.v_dim}; use bf16 or fp16"
+                )
             if layer.window is not None and layer.window < 1:
                 raise UnsupportedModel(f"layer {index}: window must be >= 1 or absent")
             if layer.shares is not None:
@@ -89,8 +96,8 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         return layer if shares is None else shares
 
     def width(self, dim: int) -> int:
-        """Return how many elements a pool has for ``dim`` of a head: int8's scale takes four."""
-        return dim + SCALE_BYTES if self.dtype == "int8" else dim
+        """Return how many elements a pool has for ``dim`` of a head: a scale takes four."""
+        return dim + SCALE_BYTES if self.dtype in SCALED else dim
 
     def k_block_bytes(self, layer: int) -> int:
         """Return the bytes of one block's K in the storage ``layer`` reads from."""

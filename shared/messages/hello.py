@@ -9,7 +9,8 @@ from shared.kv.layout import KvDtype, LayerKv
 
 WIRE_VERSION = 1
 
-_CONVERTIBLE: Final = frozenset(get_args(KvDtype))
+_CONVERTIBLE: Final = frozenset(get_args(KvDtype)) - {"fp8"}
+"""Readers on CPUs convert between these; fp8 is in GPUs' memory on both sides."""
 
 
 class Compatibility(Struct, frozen=True, kw_only=True):
@@ -18,7 +19,7 @@ class Compatibility(Struct, frozen=True, kw_only=True):
     ``model`` identifies weights and tokenizer, ``layout`` is ``KvLayout.shape_fingerprint()``
     and ``layers`` what it was made of, to name what differs (empty: not told).
     ``tensor_parallel`` is over how many ranks the KV heads are split, 1 in this version.
-    ``kv_dtype`` may differ where this version knows both: the reader converts. One of a later
+    ``kv_dtype`` may differ where this version converts both, as the reader does. One of a later
     version is no malformed message: it is a string here.
     """
 

@@ -10,8 +10,12 @@ import torch
 from msgspec import structs
 
 from shared.device.cuda import CudaDevice
+from shared.device.names import FP8_CAPABILITY
+from shared.engine.device.fp8_linear import Fp8Linear
 from shared.engine.device.load import choose_kernels
+from shared.kernels import fallback, fp8
 from shared.kernels.gpu.plan import Plan, plan_of
+from shared.kernels.kv_rows import to_rows
 from shared.kernels.types import AttentionBatch
 from tests.unit.kernel_reference import Case, attention, make_case
 
@@ -22,6 +26,7 @@ pytestmark = [
 ]
 
 POOLS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 MIXED = [(1, 1), (1, 300), (40, 40), (5, 129), (1, 4100), (17, 33), (200, 260)]
 
@@ -50,12 +55,22 @@ def check(device: CudaDevice, case: Case, **options: Any) -> None:
     assert error <= TOLERANCE[case.k_pool.dtype], error
 
 
+@pytest.fixture
+def fp8_device(device: CudaDevice) -> CudaDevice:
+    capability = device.facts().capability
+    if capability < FP8_CAPABILITY:
+        pytest.skip(f"fp8 needs compute capability 8.9, and this GPU has {capability}")
+    return device
+
+
 def in_format(case: Case) -> Case:
     return Case(case.q.to(case.k_pool.dtype), case.k_pool, case.v_pool, case.batch)
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (80, 80), (256, 256)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (80, 80), (256, 256), (512, 512)]
+)
 def test_decodes_and_chunks_in_one_batch(
     device: CudaDevice, pool: torch.dtype, dims: tuple[int, int]
 ) -> None:
@@ -71,6 +86,53 @@ def test_prompts_only(device: CudaDevice, pool: torch.dtype) -> None:
         2, lengths, heads=8, kv_heads=2, dims=(128, 128), block_size=16, pool_dtype=pool
     )
     check(device, in_format(case))
+
+
+@pytest.mark.parametrize("query", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)])
+def test_fp8_rows_count_with_their_scales(
+    fp8_device: CudaDevice, query: torch.dtype, dims: tuple[int, int]
+) -> None:
+    case = make_case(1, MIXED, heads=8, kv_heads=2, dims=dims, block_size=16, pool_dtype=FP8)
+    case = structs.replace(case, q=case.q.to(query))
+    expected = attention(case, dims[0] ** -0.5)
+    assert float((run(fp8_device, case) - expected).abs().max()) <= TOLERANCE[query]
+
+
+def test_fp8_rows_are_stored_as_plain_torch_stores_them(fp8_device: CudaDevice) -> None:
+    kernels, place = choose_kernels(fp8_device.place)[0], fp8_device.place
+    factors = 10.0 ** torch.arange(-3, 4)[None, :, None]
+    k, v = (torch.randn(3, 7, dim) * factors for dim in (20, 8))
+    expected = [to_rows(torch.zeros(6, 4, 3, dim), FP8) for dim in (20, 8)]
+    pools = [pool.to(place) for pool in expected]
+    slots = torch.tensor([15, 0, 7, 8, 3, 16, -1])
+    there = (k.to(place).transpose(0, 1), v.to(place).transpose(0, 1))
+    kernels.kv_write(*there, *(pool[:4] for pool in pools), slots.int().to(place))
+    fallback.kv_write(k.transpose(0, 1)[:5], v.transpose(0, 1)[:5], *expected, slots[:5])
+    for stored, wanted in zip(pools, expected, strict=True):
+        assert torch.equal(stored.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (7, 576, 1536), (300, 14336, 4096)])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_fp8_layers_multiply_what_was_rounded(
+    fp8_device: CudaDevice, shape: tuple[int, int, int], bias: bool
+) -> None:
+    """Tokens rounded by the kernel, and torch's product of e4m3, against fp32 on the CPU."""
+    kernels, place = choose_kernels(fp8_device.place)[0], fp8_device.place
+    rows, inputs, outputs = shape
+    plain = torch.nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    x = (torch.randn(rows, inputs) * 10.0 ** torch.linspace(-2, 2, rows)[:, None]).bfloat16()
+    ours, theirs = (fp8.quantise_rows(part) for part in (x, plain.weight))
+    found = kernels.quantise_rows(x.to(place))
+    assert torch.equal(found[0].cpu().view(torch.uint8), ours[0].view(torch.uint8))
+    assert torch.equal(found[1].cpu(), ours[1])
+    layer = Fp8Linear(plain.to(place), kernels.quantise_rows)
+    wide = [part.float() * scale for part, scale in (ours, theirs)]
+    expected = wide[0] @ wide[1].T + (plain.bias.float().cpu() if bias else 0.0)
+    error = (layer(x.to(place)).float().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(error.max()) < 5e-3
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 256, 257, 1000])

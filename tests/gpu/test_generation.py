@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shared.device.cuda import CudaDevice
+from shared.device.names import FP8_CAPABILITY
 from shared.engine.device.load import DeviceRequest, choose_kernels, prepare_on, start_on
 from shared.engine.engine import Engine
 from shared.engine.prepared import LoadRequest
@@ -74,6 +75,7 @@ def test_generates_what_transformers_generates(
     directory = save_model(tmp_path, CONFIGS[family]())
     driver, sizes = driver_on(device, directory, most=4)
     assert family in NO_GRAPHS or sizes == (1, 2, 4)
+    assert torch.cuda.current_stream(device.place) == torch.cuda.default_stream(device.place)
     assert generated(driver) == answers(directory)
     driver.finish()
 
@@ -98,6 +100,24 @@ def test_layers_are_told_once_each_and_in_order(device: CudaDevice, tmp_path: Pa
     driver.step([driver.part(0, 40, 41, sample=True)], told.append)
     assert told == [0, 1, 2] * 2
     driver.finish()
+
+
+def test_fp8_weights_and_kv_pass_their_check_and_step(device: CudaDevice, tmp_path: Path) -> None:
+    """The bf16 weights' memory is free again, and graphs hold the products of e4m3."""
+    if device.facts().capability < FP8_CAPABILITY:
+        pytest.skip("fp8 needs compute capability 8.9")
+    directory = save_model(tmp_path, CONFIGS["llama"]())
+    request = LoadRequest(directory, "fp8", "fp8", BLOCK, None)
+    outputs = []
+    for most in (0, 3):
+        prepared, runner = prepare_on(device, request, *choose_kernels(device.place))
+        driver = Driver(Engine(prepared, directory, 1), num_blocks=96)
+        driver.reserve(driver.arena.num_blocks - 1)
+        sizes = runner.record(most, prepared.facts.max_model_len) if most else ()
+        assert sizes == ((1, 2, 3) if most else ())
+        outputs.append(generated(driver))
+        driver.finish()
+    assert outputs[0] == outputs[1]
 
 
 def test_a_worker_starts_on_the_device(device: CudaDevice, tmp_path: Path) -> None:

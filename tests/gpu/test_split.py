@@ -8,6 +8,7 @@ import torch
 from msgspec import Struct
 
 from shared.device.cuda import CudaDevice
+from shared.device.names import FP8_CAPABILITY
 from shared.ids import WorkerId
 from shared.messages.router_worker import Run
 from tests.conftest import RunAsync
@@ -27,17 +28,22 @@ OUTPUT = 24
 
 
 class Case(Struct, frozen=True):
-    """Devices, configured path, and the paths that may be taken."""
+    """Devices, configured path, the paths that may be taken, and the dtype of KV."""
 
     prefill: str
     decode: str
     path: str
     used: tuple[str, ...]
+    kv: str = "fp32"
+
+
+def formats(case: Case) -> dict[str, object]:
+    return {"precision": "fp32", "kv_dtype": case.kv}
 
 
 def changes(case: Case) -> dict[str, object]:
     """Return what a split deployment on these devices changes in the rig's file."""
-    worker = {"count": 1, "precision": "fp32", "kv_memory": "64MiB", "max_batch_tokens": 64}
+    worker = {"count": 1, "kv_memory": "64MiB", "max_batch_tokens": 64} | formats(case)
     return {
         "workers": {
             "prefill": worker | {"device": case.prefill},
@@ -74,8 +80,10 @@ async def split(config: Path) -> tuple[list[list[int]], Rig]:
         Case("cuda:0", "cuda:0", "host", ("host",)),
         Case("cuda:0", "cpu", "auto", ("host",)),
         Case("cpu", "cuda:0", "auto", ("host",)),
+        Case("cuda:0", "cuda:0", "auto", ("ipc",), kv="fp8"),
+        Case("cuda:0", "cuda:0", "host", ("host",), kv="fp8"),
     ],
-    ids=lambda case: f"{case.prefill}-{case.decode}-{case.path}",
+    ids=lambda case: f"{case.prefill}-{case.decode}-{case.path}-{case.kv}",
 )
 def test_split_equals_colocated(
     device: CudaDevice,
@@ -84,13 +92,15 @@ def test_split_equals_colocated(
     monkeypatch: pytest.MonkeyPatch,
     case: Case,
 ) -> None:
-    """In fp32, by every path, also where one role is on the CPU."""
+    """In fp32, by every path, also where one role is on the CPU; and with KV in fp8."""
+    if case.kv == "fp8" and device.facts().capability < FP8_CAPABILITY:
+        pytest.skip("fp8 needs compute capability 8.9")
     if "cuda:1" in (case.prefill, case.decode) and torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU only")
     monkeypatch.setattr(worker_rig, "DEADLINE", 300.0)  # kernels are compiled at the start
     model = make_model(tmp_path / "model")
     run = partial(run_async, timeout=600.0)
-    mixed = {"workers": {"mixed": {"device": "cuda:0", "precision": "fp32", "kv_memory": "64MiB"}}}
+    mixed = {"workers": {"mixed": {"device": "cuda:0", "kv_memory": "64MiB"} | formats(case)}}
     alone, apart = tmp_path / "alone", tmp_path / "apart"
     for directory in (alone, apart):
         directory.mkdir()

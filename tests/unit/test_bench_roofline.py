@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from rich.console import Console
@@ -10,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from shared.errors import BadConfig
-from tests.unit.device_engine import PlainKernels, RecordingDevice
+from shared.kernels.gpu.plain import PlainKernels
+from tests.unit.device_engine import RecordingDevice
 from tools.bench.cli import bench_app
 from tools.bench.engine.on_device import bench_on_device, table_of
 from tools.bench.engine.roofline import (
@@ -50,7 +52,8 @@ def test_weights_are_those_of_the_model() -> None:
 def test_the_8b_shape_is_one() -> None:
     shape = SHAPES["random-8b"]
     assert 7.4e9 < matrix_weights(shape) < 7.6e9  # and 0.5 in the embedding
-    kv = decode_bytes(shape, 1, 1) - 2 * matrix_weights(shape)
+    one = msgspec.structs.replace(WORK, context=1)
+    kv = decode_bytes(shape, 1, one) - 2 * matrix_weights(shape)
     assert kv == 131072  # bytes of KV per token
     assert prefill_operations(shape, 1) == pytest.approx(2 * matrix_weights(shape), rel=1e-3)
 
@@ -62,8 +65,8 @@ def test_a_run_gives_a_line_for_every_step() -> None:
     for line in lines:
         seconds = line.milliseconds / 1e3
         done = {
-            "decode B=1 at 20": decode_bytes(TINY, 1, 20),
-            "decode B=3 at 20": decode_bytes(TINY, 3, 20),
+            "decode B=1 at 20": decode_bytes(TINY, 1, WORK),
+            "decode B=3 at 20": decode_bytes(TINY, 3, WORK),
             "prefill 33": prefill_operations(TINY, 33),
         }[line.label]
         assert line.fraction == pytest.approx(done / seconds / 1e9)
@@ -72,8 +75,18 @@ def test_a_run_gives_a_line_for_every_step() -> None:
     assert "decode B=3 at 20" in out.getvalue()
 
 
-def test_the_roof_is_measured() -> None:
-    roof = measure_roof(RecordingDevice(), side=64, size=1 << 16)
+def test_fp8_is_held_against_fp8() -> None:
+    """Guards a share of bytes that nothing reads: half the body's weights, and rows with scales."""
+    work = msgspec.structs.replace(WORK, precision="fp8", kv_dtype="fp8")
+    body, head = matrix_weights(TINY) - 32 * 96, 32 * 96
+    assert decode_bytes(TINY, 3, work) == body + 2 * head + 2 * 2 * 2 * (8 + 4) * 3 * 20
+    lines = measure(RecordingDevice(), PlainKernels(), TINY, work, Roof(copy=1e9, multiply=1e9))
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_roof_is_measured(precision: str) -> None:
+    roof = measure_roof(RecordingDevice(), precision, side=64, size=1 << 16)
     assert roof.copy > 0
     assert roof.multiply > 0
 

@@ -152,19 +152,19 @@ def test_wrong_values_name_file_key_and_what_is_allowed(
     [
         ("cpu", "precision", "auto bf16 fp16 fp32 int4 int8"),
         ("cpu", "kv_dtype", "bf16 fp16 fp32 int8"),
-        ("cuda:1", "precision", "auto bf16 fp16 fp32"),
-        ("cuda:1", "kv_dtype", "bf16 fp16 fp32"),
+        ("cuda:1", "precision", "auto bf16 fp16 fp32 fp8"),
+        ("cuda:1", "kv_dtype", "bf16 fp16 fp32 fp8"),
     ],
 )
 def test_what_is_allowed_instead_is_not_refused_next(
     tmp_path: Path, device: str, key: str, allowed: str
 ) -> None:
-    """fp8 is what people ask GPUs for; they were sent on to int8, which is for CPUs."""
-    workers = f"{{mixed: {{device: '{device}', {key}: fp8}}}}"
+    """nf4 is what people ask GPUs for; they were sent on to int8, which is for CPUs."""
+    workers = f"{{mixed: {{device: '{device}', {key}: nf4}}}}"
     path = _write(tmp_path, f"name: d\ndeployment_type: colocated\nworkers: {workers}\n")
     with pytest.raises(BadConfig) as caught:
         load_deployment(path)
-    assert "'fp8'" in caught.value.message
+    assert "'nf4'" in caught.value.message
     where, _, named = caught.value.message.rstrip(")").partition(" (allowed: ")
     assert where.endswith(f"`$.workers.mixed.{key}`")
     assert sorted(named.split(", ")) == allowed.split()
@@ -233,6 +233,19 @@ def test_what_is_allowed_instead_is_not_refused_next(
             "name: a\ndeployment_type: colocated\n"
             "workers: {mixed: {device: cuda, precision: int4}}\n",
             ["`precision: int4` is for CPUs", "`$.workers.mixed.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {precision: fp8}}\n",
+            ["`precision: fp8` is for GPUs", "int8, int4 or bf16", "`$.workers.mixed.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: colocated\nworkers: {mixed: {kv_dtype: fp8}}\n",
+            ["`kv_dtype: fp8` is for GPUs", "int8, bf16 or fp16", "`$.workers.mixed.device`"],
+        ),
+        (
+            "name: a\ndeployment_type: split\n"
+            "workers: {prefill: {device: cuda, kv_dtype: fp8}, decode: {}}\n",
+            ["fp8 in `workers.prefill`", "bf16 in `workers.decode`", "nothing converts fp8"],
         ),
         (
             "name: a\ndeployment_type: colocated\n"

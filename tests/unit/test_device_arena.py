@@ -91,6 +91,25 @@ def test_generations_lie_where_other_processes_can_read_them(runtime: FakeRuntim
     pool.close()
 
 
+def test_what_torch_keeps_for_later_is_there_for_kv(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards KV that does not fit beside memory that the loader needed and torch has kept."""
+    order: list[str] = []
+    malloc = runtime.malloc
+
+    def taken(size: int) -> int:
+        order.append("malloc")
+        return malloc(size)
+
+    monkeypatch.setattr(runtime, "malloc", taken)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty"))
+    pool, book = CudaDevice(0, memory(runtime), "NVIDIA H200", "unit").kv_memory(LAYOUT, 5)
+    assert order == ["empty", "malloc"]
+    book.close()
+    pool.close()
+
+
 def test_no_book_is_left_when_the_device_has_no_room(runtime: FakeRuntime) -> None:
     """The leak check counts its memory file."""
     runtime.room = 1 << 10

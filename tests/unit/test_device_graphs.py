@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from shared.device.cpu import CpuDevice
+from shared.device.cuda import CudaDevice
+from shared.device.cuda_memory import CupyMemory
 from shared.device.device import Graph
 from shared.engine.batch import SequenceInput
 from shared.engine.device.announcer import Announcer
@@ -14,6 +16,7 @@ from shared.engine.device.buffers import StepTensors, graph_shape, pack, shape_o
 from shared.engine.device.graphs import DecodeGraphs, buckets_up_to
 from shared.engine.step import PackedStep
 from shared.kernels.gpu.plan import TILE_ROWS, plan_of, work_of
+from tests.unit.fake_cupy import FakeCupy, FakeRuntime, view
 
 BLOCK, BLOCKS, COLUMNS = 4, 40, 6
 SCRATCH = BLOCKS - 1
@@ -227,3 +230,35 @@ def test_layers_are_told_in_order_and_only_once_written() -> None:
     announcer.finish()
     assert told == [0, 1, 2, 3]
     assert [event.waited for event in events] == [False, False, True, True]
+
+
+def test_a_failed_recording_leaves_the_current_stream_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards steps on the capture's stream ever after: torch throws before it leaves it."""
+    streams = ["default"]
+
+    class Capture:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            streams.append("capture")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    stand_ins = {
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": object,
+        "synchronize": lambda place: None,
+        "current_stream": lambda place: streams[-1],
+        "set_stream": streams.append,
+        "graph": Capture,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    memory = CupyMemory(FakeCupy(FakeRuntime()), 0, view, sliced=False)
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaDevice(0, memory, "fake", "unit").record(lambda: None)
+    assert streams == ["default", "capture", "default"]

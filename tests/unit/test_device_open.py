@@ -35,7 +35,7 @@ def refused(build: TorchBuild, load: Modules, index: int = 0) -> str:
 
 def test_a_device_with_all_it_needs_is_found() -> None:
     assert find_device(1, BUILD, Modules(FakeRuntime())) == Finding(
-        1, "NVIDIA H200", "01" * 16, False
+        1, "NVIDIA H200", "01" * 16, False, (9, 0)
     )
 
 

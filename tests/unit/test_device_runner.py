@@ -12,9 +12,10 @@ from shared.engine.batch import OpenSequence, SequenceInput, StepInput
 from shared.engine.device.load import DeviceRequest, prepare_on, start
 from shared.engine.prepared import LoadRequest
 from shared.errors import BadConfig, ResourceMissing
+from shared.kernels.gpu.plain import PlainKernels
 from shared.kv.layout import KvDtype, KvLayout
 from shared.precision import Precision
-from tests.unit.device_engine import PlainKernels, RecordingDevice, device_driver
+from tests.unit.device_engine import RecordingDevice, device_driver
 from tests.unit.engine_models import BLOCK, CONFIGS, greedy, prompt, reference, save_model
 from tests.unit.fake_cupy import FakeCupy, FakeRuntime, view
 

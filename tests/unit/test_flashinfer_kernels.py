@@ -8,9 +8,9 @@ import torch
 
 from shared.kernels import fallback
 from shared.kernels.gpu.flashinfer_kernels import FlashInferKernels
+from shared.kernels.gpu.plain import PlainKernels
 from shared.kernels.gpu.plan import plan_of
 from shared.kernels.types import AttentionBatch
-from tests.unit.device_engine import PlainKernels
 from tests.unit.kernel_reference import Case, attention, make_case
 
 LENGTHS = [(5, 5), (17, 33), (2, 16), (40, 129)]

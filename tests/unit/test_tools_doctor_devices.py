@@ -148,11 +148,11 @@ def test_a_command_that_fails_or_is_missing_is_an_oserror() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
 def test_a_device_the_deployment_names_is_tried() -> None:
     """`diptych up` would fail with the same sentence, once per restart of the worker."""
-    assert wanted_devices(colocated("cuda:1")) == ["cuda:1"]
+    assert wanted_devices(colocated("cuda:1")) == {"cuda:1": [("bf16", None)]}
     finding = check_devices(colocated("cuda:1"))[-1]
     assert (finding.level, finding.topic) == ("fail", "cuda:1")
     assert "needs a CUDA build of torch" in finding.text
-    assert wanted_devices(colocated("cpu")) == []
+    assert wanted_devices(colocated("cpu")) == {}
 
 
 def test_gpu_workers_need_little_of_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:

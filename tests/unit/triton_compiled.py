@@ -54,19 +54,32 @@ class CompileOnly:
         return compile_it
 
 
-HALF, EXACT = torch.bfloat16, torch.float32
+KERNELS = (
+    *("sum_partitions", "merge_partitions", "attend_chunk", "write_row"),
+    *("write_scaled_row", "quantise_row"),
+)
+HALF, EXACT, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 CASES = (
     # capability, dims of K and V, format of the queries, format of the pools
     (90, (128, 128), HALF, HALF),
     (80, (48, 24), HALF, EXACT),
+    (89, (128, 128), HALF, FP8),
 )
 MORE = (
-    (80, (256, 256), HALF, HALF),  # as much shared memory as any
+    (80, (256, 256), HALF, HALF),
+    (86, (512, 512), HALF, HALF),  # Gemma 4's widest layers
+    (86, (512, 512), EXACT, EXACT),
+    (89, (512, 512), HALF, FP8),
     (80, (192, 128), torch.float16, torch.float16),
     (86, (128, 128), HALF, HALF),
     (89, (80, 80), EXACT, EXACT),
     (90, (256, 256), EXACT, EXACT),
+    (89, (256, 256), HALF, FP8),
+    (90, (128, 128), HALF, FP8),
+    (90, (192, 128), torch.float16, FP8),
+    (100, (128, 128), HALF, FP8),
+    (120, (64, 64), HALF, FP8),
     (100, (128, 128), HALF, HALF),
     (120, (64, 64), HALF, HALF),
 )
@@ -96,10 +109,13 @@ def compile_case(
             attention.paged_attention(case.q.to(query), pools, plan, scaling=0.1, **options)
         k, v = (torch.zeros(len(lengths), 2, dim, dtype=query) for dim in dims)
         attention.kv_write(k, v, *pools, torch.zeros(len(lengths), dtype=torch.int32))
+        if pool == FP8:
+            for width in (4096, 14336):
+                attention.quantise_rows(torch.zeros(len(lengths), width, dtype=query))
 
 
 def main(everything: bool) -> None:
-    for name in ("sum_partitions", "merge_partitions", "attend_chunk", "write_row"):
+    for name in KERNELS:
         setattr(attention, name, CompileOnly(getattr(attention, name)))
     for case in (*CASES, *MORE) if everything else CASES:
         compile_case(*case)

@@ -14,23 +14,26 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from shared.engine.attention import Kernels
+from shared.engine.device.kernels import DeviceKernels
 from shared.engine.device.load import prepare_on
 from shared.engine.prepared import LoadRequest
 from shared.engine.probe import paged_logits
-from shared.kernels import fallback
+from shared.kernels import fallback, fp8
 from shared.kernels.gpu import attention as kernels
 from shared.kernels.gpu import decode
 from shared.kernels.gpu.attention import kv_write, paged_attention
 from shared.kernels.gpu.decode import partition_count
-from shared.kernels.gpu.plan import Plan, plan_of
+from shared.kernels.gpu.plain import PlainKernels
+from shared.kernels.gpu.plan import plan_of
+from shared.kernels.kv_rows import from_rows, to_rows
 from shared.kernels.types import AttentionBatch
-from tests.unit.device_engine import PlainKernels, RecordingDevice
+from tests.unit.device_engine import RecordingDevice
 from tests.unit.engine_models import BLOCK, CONFIGS, save_model
 from tests.unit.kernel_reference import Case, attention, make_case
 
 POOLS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,23 @@ def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(np.matmul(*wide) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def eighths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its conversions to e4m3 neither round ties to even nor carry into the exponent."""
+    convert = interpreter._convert_float
+
+    def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            flat = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            return flat.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if (source, target) == (tl.float8e4nv, tl.float32):
+            flat = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8))
+            return flat.view(torch.float8_e4m3fn).float().numpy().view(np.uint32)
+        return convert(data, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 def run(case: Case, **options: Any) -> torch.Tensor:
@@ -80,6 +100,23 @@ def test_decodes_and_chunks_in_one_batch(pool: torch.dtype) -> None:
     lengths = [(1, 1), (20, 20), (1, 256), (1, 257), (65, 70)]
     shape: dict[str, Any] = {"heads": 3, "kv_heads": 1, "dims": (16, 16), "block_size": 16}
     check(half(make_case(1, lengths, pool_dtype=pool, **shape), pool), pool)
+
+
+@pytest.mark.parametrize("query", [torch.bfloat16, torch.float32])
+def test_fp8_rows_count_with_their_scales(query: torch.dtype) -> None:
+    """A scale of the neighbour's row or head, or of K for V; rows are 4 elements wider than heads.
+
+    Magnitudes differ from row to row by a factor of up to 10,000, so that a wrong scale shows.
+    """
+    lengths = [(1, 1), (20, 20), (1, 257), (17, 40)]
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dims": (24, 12), "block_size": 16}
+    case = make_case(1, lengths, pool_dtype=FP8, **shape)
+    for pool in (case.k_pool, case.v_pool):
+        factors = 10.0 ** torch.randint(-4, 1, (*pool.shape[:3], 1))
+        pool.copy_(to_rows(from_rows(pool) * factors, FP8))
+    case = half(case, query)
+    check(case, query)
+    check(case, query, window=9, softcap=30.0, sinks=torch.linspace(-2.0, 3.0, 4))
 
 
 @pytest.mark.parametrize("window", [1, 17, 257])
@@ -179,16 +216,51 @@ def test_kv_write_fills_its_slots_only(pool: torch.dtype, source: torch.dtype) -
         torch.testing.assert_close(stored.flatten(0, 1), expected, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_fp8_rows_are_stored_with_their_scales(source: torch.dtype) -> None:
+    """The byte beside the right one, a scale over all heads, or a slot past the pool written."""
+    factors = 10.0 ** torch.arange(-3, 4)[None, :, None]
+    k, v = ((torch.randn(3, 7, dim) * factors).to(source) for dim in (20, 8))
+    k[0, 1] = 0.0
+    pools = [to_rows(torch.zeros(6, 4, 3, dim), FP8) for dim in (20, 8)]
+    expected = [pool.clone() for pool in pools]
+    slots = torch.tensor([15, 0, 7, 8, 3, 16, -1])
+    kv_write(k.transpose(0, 1), v.transpose(0, 1), *(pool[:4] for pool in pools), slots)
+    rows = (k.transpose(0, 1)[:5], v.transpose(0, 1)[:5])
+    fallback.kv_write(*rows, *expected, slots[:5])
+    for stored, wanted in zip(pools, expected, strict=True):
+        assert torch.equal(stored.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter
+def test_rows_of_activations_are_quantised_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that depends on the neighbours, or on the first part of a long row alone."""
+    monkeypatch.setattr(kernels, "_SPAN", 16)
+    x = (torch.randn(6, 50) * 10.0 ** torch.arange(-3, 3)[:, None]).to(torch.bfloat16)
+    x[1], x[2, 7], x[3, 40] = 0.0, math.nan, math.inf
+    whole, scales = kernels.quantise_rows(x)
+    expected, theirs = fp8.quantise_rows(x)
+    clean = [0, 1, 4, 5]
+    assert torch.equal(whole[clean].view(torch.uint8), expected[clean].view(torch.uint8))
+    assert torch.equal(scales[clean], theirs[clean])
+    assert (whole[2:4].float() * scales[2:4]).isnan().any(1).all()
+    columns = x.t().contiguous().t()  # rows whose elements are not neighbours
+    assert torch.equal(kernels.quantise_rows(columns)[0][0].float(), whole[0].float())
+
+
 class Either(PlainKernels):
     """Plain kernels until ``chosen`` is others."""
 
-    chosen: Kernels[Plan] = PlainKernels()
+    chosen: DeviceKernels = PlainKernels()
 
     def paged_attention(self, *arguments: Any, **options: Any) -> torch.Tensor:
         return self.chosen.paged_attention(*arguments, **options)
 
     def kv_write(self, *arguments: Any) -> None:
         self.chosen.kv_write(*arguments)
+
+    def quantise_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.chosen.quantise_rows(x)
 
 
 def test_a_model_computes_with_them_what_it_does_with_plain_kernels(tmp_path: Path) -> None:
@@ -198,7 +270,7 @@ def test_a_model_computes_with_them_what_it_does_with_plain_kernels(tmp_path: Pa
     request = LoadRequest(directory, "fp32", "fp32", BLOCK, None)
     prepared, runner = prepare_on(RecordingDevice(), request, either, "either")
     logits = []
-    for either.chosen in (PlainKernels(), cast(Kernels[Plan], kernels)):
+    for either.chosen in (PlainKernels(), cast(DeviceKernels, kernels)):
         logits.append(
             torch.cat(paged_logits(runner, prepared.facts.layout, prepared.facts.embeddings))
         )

@@ -220,7 +220,7 @@ class OwnOptions(EngineOptions, frozen=True, kw_only=True):
     sampling: Annotated[
         str, typer.Option(help="Of decode and host: greedy, mixed (what requests ask for), or both")
     ] = "greedy"
-    device: Annotated[str, typer.Option(help="cpu, or cuda or cuda:N: bf16 and greedy there.")] = (
+    device: Annotated[str, typer.Option(help="cpu, or cuda or cuda:N: bf16 or fp8, greedy.")] = (
         "cpu"
     )
 
@@ -258,6 +258,8 @@ def bench_engine(options: OwnOptions) -> int:
             context=parse_numbers("--context", options.context)[0],
             prompts=parse_numbers("--prefill", options.prefill),
             steps=options.steps,
+            precision="fp8" if options.precision == "fp8" else "bf16",
+            kv_dtype="fp8" if options.kv_dtype == "fp8" else "bf16",
         )
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
     chosen = command.precisions(options.precision, command.FOR_SPEED)
@@ -270,7 +272,7 @@ class CompareOptions(EngineOptions, frozen=True, kw_only=True):
     """Of ``bench compare``."""
 
     peers: Annotated[str, typer.Option(help="Which, with commas between.")] = (
-        "vllm-cpu-bf16,vllm-cpu-w8a8,llama.cpp,transformers"
+        "vllm-cpu-bf16,vllm-cpu-w8a8,llama.cpp,transformers,transformers-batching"
     )
     install: Annotated[
         bool, typer.Option("--install", help="Install these peers, each beside us; no more.")
@@ -282,6 +284,9 @@ class CompareOptions(EngineOptions, frozen=True, kw_only=True):
     config: Annotated[Path, typer.Option("--config", "-c", help="Our deployment, served.")] = (
         DEFAULT_CONFIG
     )
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda or cuda:N: bf16 and fp8 beside transformers.")
+    ] = "cpu"
 
 
 @bench_app.command("compare")
@@ -300,6 +305,8 @@ def bench_compare(options: CompareOptions) -> int:
     `diptych bench compare --precision int8 --kv-dtype bf16,int8 --peers vllm-cpu-w8a8`
 
     `diptych bench compare --serving --peers vllm-cpu-bf16,vllm-cpu-w8a8 --rounds 3`
+
+    `diptych bench compare --device cuda --peers transformers,transformers-batching`
     """
     from tools.bench.compare import command as compare
     from tools.bench.engine import command
@@ -318,9 +325,10 @@ def bench_compare(options: CompareOptions) -> int:
             config=options.config,
         )
         return compare.serving(served, peers, out, options.as_json, console)
-    chosen = command.precisions(options.precision, command.FOR_SPEED)
+    own = command.FOR_SPEED if options.device == "cpu" else ("bf16",)
+    chosen = command.precisions(options.precision, own)
     out = options.out or command.default_output("compare")
-    plan = _engine_plan(options)
+    plan = _engine_plan(options, device=options.device)
     ours = command.own_entries(plan, chosen, command.kv_dtypes(options.kv_dtype))
     return compare.engines(plan, ours, peers, out, options.as_json, console)
 
@@ -368,7 +376,9 @@ def bench_quality(options: QualityOptions) -> int:
     return command.bench_quality(plan, chosen, out, options.as_json, console)
 
 
-def _engine_plan(options: EngineOptions, host: "tuple[SamplingKind, ...]" = ()) -> "EnginePlan":
+def _engine_plan(
+    options: EngineOptions, host: "tuple[SamplingKind, ...]" = (), device: str = "cpu"
+) -> "EnginePlan":
     """Return what is measured; ``host`` are the samplings that only our engine is asked for."""
     from tools.bench.engine.command import pick_cores
     from tools.bench.engine.figures import Plan, host_shapes, make_shapes, parse_numbers
@@ -384,4 +394,5 @@ def _engine_plan(options: EngineOptions, host: "tuple[SamplingKind, ...]" = ()) 
         rounds=options.rounds,
         steps=options.steps,
         cores=pick_cores(options.threads),
+        device=device,
     )

@@ -21,7 +21,7 @@ from shared.transport.security import security_for
 from shared.units import parse_address
 from tools.doctor.finding import Finding, attempt
 
-_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.625}
+_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.625, "fp8": 1.0}
 """Of one weight; int4 has its groups' two numbers in it."""
 _WORKER_BASE = 512 << 20
 """Bytes of a worker without weights and KV: Python, torch, activations."""

@@ -5,8 +5,12 @@ from functools import partial
 
 from shared.config import Deployment, WorkerSection
 from shared.device.gpus import Found, find_gpus
-from shared.device.names import device_index
+from shared.device.names import capability_problem, device_index
+from shared.errors import BadConfig
 from tools.doctor.finding import Finding, attempt, ok, warn
+
+Formats = tuple[str, str | None]
+"""``precision`` and ``kv_dtype`` of a role."""
 
 
 def check_devices(deployment: Deployment | None) -> list[Finding]:
@@ -14,7 +18,10 @@ def check_devices(deployment: Deployment | None) -> list[Finding]:
     findings = describe(find_gpus())
     if deployment is None:
         return findings
-    tried = [attempt(name, partial(_try, name)) for name in wanted_devices(deployment)]
+    tried = [
+        attempt(name, partial(_try, name, formats))
+        for name, formats in wanted_devices(deployment).items()
+    ]
     if tried and all(finding.level == "ok" for finding in tried):
         # Here and not above: it imports torch, which takes seconds.
         from tools.doctor.device_pairs import check_pair, probe_processes
@@ -23,12 +30,16 @@ def check_devices(deployment: Deployment | None) -> list[Finding]:
     return findings + tried
 
 
-def wanted_devices(deployment: Deployment) -> list[str]:
-    """Return the CUDA devices that workers are to run on, each once."""
+def wanted_devices(deployment: Deployment) -> dict[str, list[Formats]]:
+    """Return the CUDA devices that workers are to run on, and in what formats."""
     workers = deployment.workers
     sections: list[WorkerSection | None] = [workers.prefill, workers.decode, workers.mixed]
-    names = [s.device for s in sections if s is not None and s.count and s.device != "cpu"]
-    return list(dict.fromkeys(names))
+    wanted: dict[str, list[Formats]] = {}
+    for section in sections:
+        if section is not None and section.count and section.device != "cpu":
+            formats = (section.precision, section.kv_dtype)
+            wanted.setdefault(section.device, []).append(formats)
+    return wanted
 
 
 def describe(found: Found | None) -> list[Finding]:
@@ -46,8 +57,12 @@ def describe(found: Found | None) -> list[Finding]:
     return lines
 
 
-def _try(name: str) -> str:
-    """Check what a worker on this device checks first. Raises ``ResourceMissing``."""
+def _try(name: str, formats: list[Formats]) -> str:
+    """Check what a worker on this device checks first.
+
+    Raises:
+        ResourceMissing, BadConfig: a part is missing, or it is too old for a format.
+    """
     import torch  # seconds, and only where a worker is to use a GPU
 
     from shared.device.open import TorchBuild, find_device
@@ -56,4 +71,8 @@ def _try(name: str) -> str:
     assert index is not None
     build = TorchBuild(torch.__version__, torch.version.cuda)
     found = find_device(index, build, importlib.import_module)
+    for precision, kv_dtype in formats:
+        problem = capability_problem(found.capability, precision, kv_dtype)
+        if problem is not None:
+            raise BadConfig(problem)
     return f"{found.name}: torch {build.version}, CuPy and triton fit"

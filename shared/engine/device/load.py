@@ -9,20 +9,20 @@ import torch
 from msgspec import Struct
 
 from shared.device.device import Device, SharedKv
+from shared.device.names import capability_problem, device_problem
 from shared.device.open import open_device
-from shared.engine.attention import Kernels
 from shared.engine.checks import inspect_model
 from shared.engine.comparison import difference, own_logits, require_equal, tolerance
+from shared.engine.device.fp8_linear import round_linears
+from shared.engine.device.kernels import DeviceKernels
 from shared.engine.device.runner import DeviceRunner
 from shared.engine.dtypes import LOADED_AS
 from shared.engine.engine import Engine
-from shared.engine.loading import end_token_ids, load_model, resolve_max_model_len
+from shared.engine.loading import HfModel, end_token_ids, load_model, resolve_max_model_len
 from shared.engine.prepared import LoadRequest, ModelFacts, Prepared
-from shared.engine.quantised import QUANTISED
 from shared.engine.rope import pin_rope
 from shared.engine.weights import check_weights, model_id
-from shared.errors import BadConfig, ResourceMissing
-from shared.kernels.gpu.plan import Plan
+from shared.errors import BadConfig, ResourceMissing, UnsupportedModel
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def start_on(name: str, request: DeviceRequest) -> tuple[Engine, SharedKv]:
 
 
 def start(
-    device: Device, request: DeviceRequest, kernels: Kernels[Plan], attention: str
+    device: Device, request: DeviceRequest, kernels: DeviceKernels, attention: str
 ) -> tuple[Engine, SharedKv]:
     """Do as ``start_on``, on an opened device."""
     device.set_threads(request.threads)
@@ -91,7 +91,7 @@ def start(
     return engine, shared
 
 
-def choose_kernels(place: torch.device) -> tuple[Kernels[Plan], str]:
+def choose_kernels(place: torch.device) -> tuple[DeviceKernels, str]:
     """Return the attention to use and its name: FlashInfer's for prompts where it is installed."""
     # Here and not above: triton is only there where a device is.
     from shared.kernels.gpu import attention
@@ -100,27 +100,22 @@ def choose_kernels(place: torch.device) -> tuple[Kernels[Plan], str]:
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError:
-        return cast(Kernels[Plan], attention), "Triton attention"
+        return cast(DeviceKernels, attention), "Triton attention"
     return FlashInferKernels(flashinfer, attention, place), "FlashInfer and Triton attention"
 
 
 def prepare_on(
-    device: Device, request: LoadRequest, kernels: Kernels[Plan], name: str
+    device: Device, request: LoadRequest, kernels: DeviceKernels, name: str
 ) -> tuple[Prepared, DeviceRunner]:
     """Load the model onto the device and run every check there.
 
     Raises:
         ResourceMissing: files are missing or truncated, or memory is too small.
         UnsupportedModel: a check failed; the sentence says which.
-        BadConfig: ``max_model_len`` is more than the model has positions, or int8 or int4 is asked
-            for.
+        BadConfig: ``max_model_len`` is more than the model has positions, or the device does not
+            compute in the formats asked for.
     """
-    if request.precision in QUANTISED:
-        raise BadConfig(
-            f"`precision: {request.precision}` is for CPUs; on a GPU use bf16, fp16 or fp32"
-        )
-    if request.kv_dtype == "int8":
-        raise BadConfig("`kv_dtype: int8` is for CPUs; on a GPU use bf16, fp16 or fp32")
+    _require_formats(device, request)
     _require_memory(device, request)
     with torch.device(device.place):
         model = load_model(request.model_dir, request.precision)
@@ -129,9 +124,18 @@ def prepare_on(
             pin_rope(model, limit)
             layout = inspect_model(model, request.kv_dtype, request.block_size)
         expected = [logits.cpu() for logits in own_logits(model)]
+    if request.precision == "fp8":
+        name = f"fp8 weights, {name}"
+        round_weights(model, device, kernels)
     embeddings = int(model.get_input_embeddings().weight.shape[0])
     runner = DeviceRunner(model, layout, device, kernels, name)
-    error = difference(runner, layout, expected, embeddings)
+    try:
+        error = difference(runner, layout, expected, embeddings)
+    except AttributeError as reason:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run with {request.precision} layers in the place of "
+            f"its own ({reason}); use bf16"
+        ) from reason
     require_equal(error, tolerance(request.precision, layout.dtype), type(model).__name__)
     facts = ModelFacts(
         layout=layout,
@@ -141,6 +145,34 @@ def prepare_on(
         eos_token_ids=end_token_ids(model),
     )
     return Prepared(facts, runner, model_id(request.model_dir)), runner
+
+
+def _require_formats(device: Device, request: LoadRequest) -> None:
+    facts = device.facts()
+    problem = device_problem("cuda", request.precision, request.kv_dtype)
+    if problem is None and facts.kind == "cuda":
+        problem = capability_problem(facts.capability, request.precision, request.kv_dtype)
+    if problem is not None:
+        raise BadConfig(problem)
+
+
+def round_weights(model: HfModel, device: Device, kernels: DeviceKernels) -> None:
+    """Make linear layers fp8, and let no piece of the bf16 ones' memory stay taken.
+
+    torch gives back whole pieces only, and the loader may have put all weights into one: so what
+    is left moves out and in again.
+    """
+    with torch.inference_mode():
+        kept = round_linears(model, kernels.quantise_rows)
+    if kept:
+        log.warning(
+            "%d linear layers stay in bf16, since fp8 takes multiples of 16 inputs and outputs: %s",
+            len(kept),
+            ", ".join(kept[:8]) + (" …" if len(kept) > 8 else ""),
+        )
+    model.to("cpu")
+    device.trim()
+    model.to(device.place)
 
 
 def _require_memory(device: Device, request: LoadRequest) -> None:

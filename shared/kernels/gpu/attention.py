@@ -4,19 +4,27 @@ from typing import Any, Final
 
 import torch
 
+from shared.kernels import fp8
 from shared.kernels.gpu.chunk import TileSize, attend_chunk
 from shared.kernels.gpu.decode import merge_partitions, partition_count, sum_partitions
-from shared.kernels.gpu.form import Form, form_of
+from shared.kernels.gpu.form import Form, form_of, padded
 from shared.kernels.gpu.plan import TILE_ROWS, Plan
+from shared.kernels.gpu.quantise import Rows, quantise_row
+from shared.kernels.gpu.scaled import Head, with_scales, write_scaled_row
 from shared.kernels.gpu.write import Row, write_row
+from shared.kernels.kv_rows import head_dim, is_scaled
 
 _PROGRAMS: Final = 1024
 """Programs that keep a large GPU busy; more of them per sequence only add sums to merge."""
 
 _WIDE: Final = 128
-"""Head width above which key tiles shrink, so that all fits the 99 KiB of shared memory that
-every GPU since Ampere has."""
+_WIDEST: Final = 256
+"""Head widths above which key tiles shrink, and fewer loads are in flight, so that all fits the
+99 KiB of shared memory that every GPU since Ampere has."""
 
+
+_SPAN: Final = 4096
+"""Elements of a row that a program quantises at a time."""
 
 _OPTIONS: Final[dict[str, Any]] = {"num_warps": 4, "enable_fp_fusion": True}
 """Said, not left to triton: its default for fusing changes from one version to the next, and
@@ -49,7 +57,7 @@ def paged_attention(
     if plan.tiles.shape[0]:
         size, stages = _tile(form)
         attend_chunk[(plan.tiles.shape[0] * size.parts, form.heads)](
-            (q, *pools, weights, out),
+            (q, with_scales(pools), weights, out),
             (plan.tables, plan.context, plan.query_start, plan.tiles),
             (q.stride(0), q.stride(1)),
             plan.tables.shape[1],
@@ -66,10 +74,14 @@ def _tile(form: Form) -> tuple[TileSize, int]:
 
     fp32 products have no matrix units: larger tiles would not fit the registers.
     """
-    wide = max(form.k_pad, form.v_pad) > _WIDE
-    rows = 16 if form.exact else TILE_ROWS
-    keys = (32 if wide else 64) // (2 if form.exact else 1)
-    return TileSize(rows, keys, TILE_ROWS // rows), 1 if form.exact else 2
+    width = max(form.k_pad, form.v_pad)
+    rows = 16 if form.exact else TILE_ROWS if width <= _WIDEST else TILE_ROWS // 2
+    keys = (32 if width > _WIDE else 64) // (2 if form.exact else 1)
+    return TileSize(rows, keys, TILE_ROWS // rows), _stages(form)
+
+
+def _stages(form: Form) -> int:
+    return 1 if form.exact or max(form.k_pad, form.v_pad) > _WIDEST else 2
 
 
 def _decode(
@@ -88,14 +100,14 @@ def _decode(
     peaks = q.new_empty(cells, dtype=torch.float32)
     share = min(room, max(1, -(-_PROGRAMS // (decodes * form.kv_heads))))
     sum_partitions[(decodes, form.kv_heads, share)](
-        (q, *pools, plan.tables, plan.context, plan.query_start, plan.decodes),
+        (q, with_scales(pools), plan.tables, plan.context, plan.query_start, plan.decodes),
         (values, weights, peaks),
         (q.stride(0), q.stride(1)),
         plan.tables.shape[1],
         room,
         form,
-        KEYS=32 if form.exact else 64,
-        num_stages=1 if form.exact else 2,
+        KEYS=32 if form.exact or max(form.k_pad, form.v_pad) > _WIDEST else 64,
+        num_stages=_stages(form),
         **_OPTIONS,
     )
     merge_partitions[(decodes, form.heads)](
@@ -124,15 +136,43 @@ def kv_write(
         RuntimeError: shapes do not fit.
     """
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
-    if k_pool.shape[2:] != (heads, k_dim) or v_pool.shape[2:] != (heads, v_dim):
-        raise RuntimeError(f"k {tuple(k.shape)}, v {tuple(v.shape)} do not fit their pools")
-    if k.stride(2) != 1 or v.stride(2) != 1:
-        raise RuntimeError("the last axis of k and v must be adjacent")
-    widths = tuple(1 << (heads * dim - 1).bit_length() for dim in (k_dim, v_dim))
+    for fresh, pool in ((k, k_pool), (v, v_pool)):
+        if (pool.shape[2], head_dim(pool)) != (heads, fresh.shape[2]):
+            raise RuntimeError(f"rows {tuple(fresh.shape)} do not fit a pool {tuple(pool.shape)}")
+        if fresh.stride(2) != 1:
+            raise RuntimeError("the last axis of k and v must be adjacent")
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    if is_scaled(k_pool):
+        write_scaled_row[(k.shape[0],)](
+            (k, v, slots),
+            with_scales((k_pool, v_pool)),
+            strides,
+            k_pool.shape[0] * k_pool.shape[1],
+            Head(heads, padded(heads), k_dim, padded(k_dim)),
+            Head(heads, padded(heads), v_dim, padded(v_dim)),
+            **_OPTIONS,
+        )
+        return
+    widths = (padded(heads * k_dim), padded(heads * v_dim))
     write_row[(k.shape[0],)](
         (k, v, k_pool, v_pool, slots),
-        (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        strides,
         k_pool.shape[0] * k_pool.shape[1],
         Row(heads, k_dim, v_dim, *widths),
         **_OPTIONS,
     )
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e4m3 [rows, n] and fp32 scales [rows, 1] of x [rows, n].
+
+    As ``shared.kernels.fp8.quantise_rows``, in one launch.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    whole = torch.empty(x.shape, dtype=fp8.FORMAT, device=x.device)
+    scales = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    width = min(padded(x.shape[1]), _SPAN)
+    quantise_row[(x.shape[0],)](
+        (x, whole, scales), x.stride(0), Rows(x.shape[1], width), **_OPTIONS
+    )
+    return whole, scales

@@ -34,7 +34,7 @@ def attend_chunk(
     ``index``: tables, context, query_start and tiles int32 [tiles, 2] with each tile's sequence
     and its first row counted from the chunk's. The others are as in ``sum_partitions``.
     """
-    q, k_pool, v_pool, sinks, out = tensors
+    q, pools, sinks, out = tensors
     tables, context_of, query_start, tiles = index
     q_row, q_head = strides
     head, tile_of = tl.program_id(1), tiles + 2 * (tl.program_id(0) // size.parts)
@@ -72,9 +72,7 @@ def attend_chunk(
         seen = live[None, :] & (keys[None, :] <= position[:, None])
         if form.window > 0:
             seen = seen & (keys[None, :] > position[:, None] - form.window)
-        peak, weight, value = absorb(
-            (peak, weight, value), query, (k_pool, v_pool), place, (live, seen), form
-        )
+        peak, weight, value = absorb((peak, weight, value), query, pools, place, (live, seen), form)
     tl.store(
         out + (row[:, None] * form.heads + head) * form.v_dim + v_column[None, :],
         value / tl.where(has_row, weight, 1.0)[:, None],

@@ -57,7 +57,7 @@ def sum_partitions(
     weights and peaks fp32 [decodes, heads, partitions]; there is ``room`` for so many partitions.
     ``strides``: row and head of q. ``sequences``: of the step, a column each in the tables.
     """
-    q, k_pool, v_pool, tables, context_of, query_start, decodes = tensors
+    q, pools, tables, context_of, query_start, decodes = tensors
     values, weights, peaks = sums
     q_row, q_head = strides
     decode, kv_head = tl.program_id(0), tl.program_id(1)
@@ -90,7 +90,7 @@ def sum_partitions(
             peak, weight, value = absorb(
                 (peak, weight, value),
                 query,
-                (k_pool, v_pool),
+                pools,
                 place,
                 (live, live[None, :]),
                 form,

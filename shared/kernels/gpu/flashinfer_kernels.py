@@ -36,6 +36,7 @@ class FlashInferKernels:
         self._planned: set[tuple[Form, torch.dtype]] = set()
         self._plan: Plan | None = None
         self.kv_write = own.kv_write
+        self.quantise_rows = own.quantise_rows
 
     def paged_attention(
         self,
@@ -122,6 +123,6 @@ def _fits(form: Form, q: torch.Tensor, plan: Plan) -> bool:
         and not plan.decodes.shape[0]
         and form.k_dim == form.v_dim
         and form.k_dim in _DIMS
-        and not (form.window or form.sinks or form.exact)
+        and not (form.window or form.sinks or form.exact or form.scaled)
         and q.dtype in _DTYPES
     )

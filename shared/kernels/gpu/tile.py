@@ -37,6 +37,14 @@ def place_of(table: tl.tuple, keys: tl.tensor, live: tl.tensor, form: tl.constex
 
 
 @triton.jit
+def scale_of(
+    scales: tl.tensor, place: tl.tensor, live: tl.tensor, width: tl.constexpr, dim: tl.constexpr
+) -> tl.tensor:
+    """Return the scale at the end of each live row; ``scales`` is the pool seen as fp32."""
+    return tl.load(scales + place * (width // 4) + dim // 4, mask=live, other=0.0)
+
+
+@triton.jit
 def absorb(
     state: tl.tuple,
     query: tl.tensor,
@@ -48,17 +56,21 @@ def absorb(
     """Add a tile of keys to ``state``: peak and weight [rows], value [rows, v_pad], all fp32.
 
     ``query`` [rows, k_pad]; ``place`` [keys] are slot * kv_heads + head; ``masks``: which keys
-    may be read [keys], and which each row sees [rows or 1, keys].
+    may be read [keys], and which each row sees [rows or 1, keys]. ``pools`` are K, V, and the
+    same memory as fp32, which is read where rows are scaled.
     """
     peak, weight, value = state
-    k_pool, v_pool = pools
+    k_pool, v_pool, k_scales, v_scales = pools
     live, seen = masks
     k_column, v_column = tl.arange(0, form.k_pad), tl.arange(0, form.v_pad)
     k = tl.load(
-        k_pool + place[None, :] * form.k_dim + k_column[:, None],
+        k_pool + place[None, :] * form.k_width + k_column[:, None],
         mask=live[None, :] & (k_column < form.k_dim)[:, None],
         other=0.0,
     )
+    if form.scaled:
+        k_scale = scale_of(k_scales, place, live, form.k_width, form.k_dim)
+        k = (k.to(tl.float32) * k_scale[None, :]).to(query.dtype)
     scores = scores_of(product(query, k, form), form)
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -67,9 +79,12 @@ def absorb(
     share = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)
     v = tl.load(
-        v_pool + place[:, None] * form.v_dim + v_column[None, :],
+        v_pool + place[:, None] * form.v_width + v_column[None, :],
         mask=live[:, None] & (v_column < form.v_dim)[None, :],
         other=0.0,
     )
+    if form.scaled:
+        v_scale = scale_of(v_scales, place, live, form.v_width, form.v_dim)
+        v = (v.to(tl.float32) * v_scale[:, None]).to(query.dtype)
     value = value * shrink[:, None] + product(share, v, form)
     return higher, weight * shrink + tl.sum(share, 1), value

@@ -7,13 +7,14 @@ from msgspec import Struct
 from rich.console import Console
 
 from shared.config import load_deployment
+from shared.device.open import require_device
 from shared.errors import DiptychError, ResourceMissing
 from tools.bench.compare.engines import compare_engines
 from tools.bench.compare.serving import compare_serving
 from tools.bench.engine.figures import Plan
 from tools.bench.engine.rounds import Entry
 from tools.bench.peers.install import install, require
-from tools.bench.peers.peer import Peer
+from tools.bench.peers.peer import Peer, require_on
 from tools.bench.serve import Plan as ServePlan
 
 _WORDS, _TOKENS = 400, 64
@@ -50,6 +51,8 @@ def engines(
 ) -> int:
     """Compare engines. Returns the exit code."""
     require(peers)
+    require_on(plan.device, peers)
+    require_device(plan.device)
     code = compare_engines(plan, ours, peers, out, console)
     return _shown(code, out, as_json)
 

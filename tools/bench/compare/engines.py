@@ -19,6 +19,7 @@ from tools.bench.compare.goals import (
 from tools.bench.engine.command import race
 from tools.bench.engine.contestant import Launch
 from tools.bench.engine.figures import Plan
+from tools.bench.engine.kv_bytes import kv_token_bytes
 from tools.bench.engine.report import (
     EngineReport,
     as_table,
@@ -81,6 +82,7 @@ def peer_entries(plan: Plan, peers: Sequence[Peer]) -> list[Entry]:
             "tokens": plan.pool_tokens,
             "longest": plan.longest,
             "positions": positions,
+            "device": plan.device,
         }
         variables = environment(peer, plan.cores, kv_bytes) | engine_environment(peer)
         launch = Launch(
@@ -92,11 +94,3 @@ def peer_entries(plan: Plan, peers: Sequence[Peer]) -> list[Entry]:
         )
         entries.append(Entry(launch=launch, precision=peer.precision, ours=False))
     return entries
-
-
-def kv_token_bytes(model_dir: Path) -> int:
-    """Return the bytes of one token's KV in bf16, from the model's config."""
-    config = read_config(model_dir)
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * 2 * config["num_hidden_layers"] * heads * size)

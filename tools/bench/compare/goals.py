@@ -23,6 +23,7 @@ class Goal(Struct, frozen=True, kw_only=True):
 
 
 _VLLM = ("vllm-cpu-bf16", "vllm-cpu-w8a8")
+_BATCHING = ("transformers-batching",)
 
 GOALS = (
     Goal(kind="decode", batch=1, tokens=None, ours="diptych-int8", peers=_VLLM, bound=0.33),
@@ -47,6 +48,9 @@ GOALS = (
     Goal(kind="decode", batch=16, tokens=None, ours="diptych-bf16", peers=_VLLM[:1], bound=1 / 1.2),
     Goal(kind="prefill", batch=1, tokens=1024, ours="diptych-bf16", peers=_VLLM, bound=0.9),
     Goal(kind="prefill", batch=1, tokens=1024, ours="diptych-int8", peers=_VLLM, bound=0.6),
+    Goal(kind="decode", batch=1, tokens=None, ours="diptych-bf16", peers=_BATCHING, bound=1.0),
+    Goal(kind="decode", batch=16, tokens=None, ours="diptych-bf16", peers=_BATCHING, bound=1.0),
+    Goal(kind="prefill", batch=1, tokens=1024, ours="diptych-bf16", peers=_BATCHING, bound=1.0),
 )
 GROWTH_BOUND = 1.2
 """What a longer context adds, in copies of its KV bytes."""

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from shared.engine.model_files import resolve_model
 from shared.errors import ResourceMissing
-from tools.bench.compare.engines import kv_token_bytes
+from tools.bench.engine.kv_bytes import kv_token_bytes
 from tools.bench.peers.models import model_for
 from tools.bench.peers.peer import Peer, environment
 

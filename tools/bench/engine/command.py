@@ -28,7 +28,8 @@ from tools.bench.terminal import print_table
 
 T = TypeVar("T", bound=str)
 
-FOR_SPEED: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "fp32")
+ON_CPUS: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "fp8")
+FOR_SPEED: tuple[Precision, ...] = tuple(name for name in ON_CPUS if name != "fp32")
 """The precisions that anyone serves for speed."""
 
 _MODULE = "tools.bench.engine.diptych"
@@ -83,6 +84,8 @@ def own_entries(
         "slots": plan.slots,
         "tokens": plan.pool_tokens,
         "longest": plan.longest,
+        "widest": plan.widest,
+        "device": plan.device,
     }
     return [
         Entry(

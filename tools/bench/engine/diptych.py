@@ -10,13 +10,17 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from shared.device.device import SharedKv
 from shared.engine.batch import OpenSequence, SequenceInput, StepInput, StepResult
 from shared.engine.engine import Engine
 from shared.errors import NumericalError
 from shared.kv.arena import KvArena
+from shared.kv.layout import DTYPE_BYTES
 from shared.messages.request import Sampling
+from shared.precision import kv_dtype_for
 from tools.bench.engine.figures import CHUNK
 from tools.bench.engine.host import HostSide, samplings_of
+from tools.bench.engine.kv_bytes import kv_token_bytes
 
 BLOCK_SIZE = 16
 BEST = 512
@@ -30,17 +34,15 @@ class Measured:
     """An engine with an arena of its own; sequence ``i`` has a fixed share of the blocks."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._engine = Engine.load(
-            Path(options["model"]),
-            precision=options["precision"],
-            kv_dtype=options["kv_dtype"],
-            block_size=BLOCK_SIZE,
-            max_model_len=options["longest"],
-            threads=options["threads"],
-        )
-        blocks = -(-options["tokens"] // BLOCK_SIZE) + options["slots"]
-        self._arena = KvArena.create(self._engine.layout, blocks)
-        self._engine.attach(self._arena)
+        self._place = torch.device(options["device"])
+        self._arena: SharedKv
+        if self._place.type == "cuda":
+            self._engine, self._arena = on_device(options)
+        else:
+            self._engine = emulated(options) if options.get("emulated") else loaded(options)
+            arena = KvArena.create(self._engine.layout, blocks_of(options))
+            self._engine.attach(arena)
+            self._arena = arena
         self._filled = (0, 0)
         self._fresh = random.Random(time.time_ns())
 
@@ -54,13 +56,15 @@ class Measured:
         }
 
     def copy_rate(self) -> float:
-        """Return bytes per second of a large memory copy on this engine's threads."""
-        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+        """Return bytes per second of a large memory copy, on this engine's threads or device."""
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._place)
         target = torch.ones_like(source)
         times = []
         for _ in range(5):
+            self._synchronise()
             started = time.perf_counter()
             target.copy_(source)
+            self._synchronise()
             times.append(time.perf_counter() - started)
         return _COPY_BYTES / sorted(times)[len(times) // 2]
 
@@ -141,6 +145,10 @@ class Measured:
         save_file({"logprobs": logprobs, "tokens": tokens, "best": scores}, out)
         return len(rows)
 
+    def _synchronise(self) -> None:
+        if self._place.type == "cuda":
+            torch.cuda.synchronize(self._place)
+
     def _prompt(self, key: int, length: int) -> list[int]:
         return random.Random(key).choices(range(3, self._engine.vocab_size), k=length)
 
@@ -154,6 +162,53 @@ class Measured:
         if result.failed:
             raise NumericalError(result.failed[0][1].message)
         return result
+
+
+def blocks_of(options: dict[str, Any]) -> int:
+    """Return the blocks of the largest shape."""
+    return int(-(-options["tokens"] // BLOCK_SIZE) + options["slots"])
+
+
+def on_device(options: dict[str, Any]) -> tuple[Engine, SharedKv]:
+    """Load the engine as a worker on a GPU does, with KV for the largest shape."""
+    from shared.engine.device.load import DeviceRequest, start_on
+    from shared.engine.prepared import LoadRequest
+
+    model_dir, precision = Path(options["model"]), options["precision"]
+    kv_dtype = kv_dtype_for(precision, options["kv_dtype"])
+    load = LoadRequest(model_dir, precision, kv_dtype, BLOCK_SIZE, options["longest"])
+    # A scratch block comes on top, and fp8 with its scales takes less than two bytes a number.
+    element = max(2, DTYPE_BYTES[kv_dtype])
+    kv_bytes = (blocks_of(options) + 1) * BLOCK_SIZE * kv_token_bytes(model_dir, element)
+    request = DeviceRequest(load, options["threads"], kv_bytes, options["slots"], options["widest"])
+    return start_on(options["device"], request)
+
+
+def loaded(options: dict[str, Any]) -> Engine:
+    """Load the engine as a worker on a CPU does."""
+    return Engine.load(
+        Path(options["model"]),
+        precision=options["precision"],
+        kv_dtype=options["kv_dtype"],
+        block_size=BLOCK_SIZE,
+        max_model_len=options["longest"],
+        threads=options["threads"],
+    )
+
+
+def emulated(options: dict[str, Any]) -> Engine:
+    """Load the engine of a GPU, whose arithmetic plain torch does on the CPU."""
+    from shared.device.cpu import CpuDevice
+    from shared.engine.device.load import prepare_on
+    from shared.engine.prepared import LoadRequest
+    from shared.kernels.gpu.plain import PlainKernels
+
+    torch.set_num_threads(options["threads"])
+    model_dir, precision = Path(options["model"]), options["precision"]
+    kv_dtype = kv_dtype_for(precision, options["kv_dtype"])
+    request = LoadRequest(model_dir, precision, kv_dtype, BLOCK_SIZE, options["longest"])
+    prepared, _ = prepare_on(CpuDevice(), request, PlainKernels(), "emulated on a CPU")
+    return Engine(prepared, model_dir, options["threads"])
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., object]]:

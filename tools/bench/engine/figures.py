@@ -39,13 +39,23 @@ class Shape(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """``rounds``: times that every engine gets its turn; ``steps``: decode steps in a turn."""
+    """``rounds``: times that every engine gets its turn; ``steps``: decode steps in a turn.
+
+    ``device``: where all engines run, ``cpu`` or a CUDA device.
+    """
 
     model: str
     shapes: tuple[Shape, ...]
     rounds: int
     steps: int
     cores: tuple[int, ...]
+    device: str = "cpu"
+
+    @property
+    def widest(self) -> int:
+        """Most tokens of a step: a prompt of a turn, a part of those before decode, or a batch."""
+        prompts = (shape.tokens for shape in self.shapes if shape.kind == "prefill")
+        return max(CHUNK, self.slots, *prompts)
 
     @property
     def slots(self) -> int:

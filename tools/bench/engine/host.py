@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shared.device.device import SharedKv
 from shared.engine.batch import StepResult
 from shared.engine.engine import Engine
 from shared.errors import NumericalError
 from shared.ids import DispatchId, HostId, Incarnation, RequestId, TenantId, WorkerId
-from shared.kv.arena import KvArena
 from shared.kv.block_pool import BlockPool
 from shared.messages.hello import Compatibility
 from shared.messages.request import Request, Sampling
@@ -32,7 +32,7 @@ class HostSide:
     ``arena``'s blocks must be nobody else's; what they hold is overwritten.
     """
 
-    def __init__(self, engine: Engine, arena: KvArena, batch: int) -> None:
+    def __init__(self, engine: Engine, arena: SharedKv, batch: int) -> None:
         layout = engine.layout
         identity = WorkerIdentity(
             worker=WorkerId("bench-0"),

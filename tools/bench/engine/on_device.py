@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from shared.device.names import capability_problem
 from shared.device.open import open_device
 from shared.engine.device.load import choose_kernels
 from shared.errors import BadConfig
@@ -20,7 +21,7 @@ def bench_on_device(
     """Measure a model of random weights on a device. Returns the exit code.
 
     Raises:
-        BadConfig: ``model`` is none of the random ones.
+        BadConfig: ``model`` is none of the random ones, or the device does not compute in fp8.
         ResourceMissing: the device, its libraries or memory are missing.
     """
     shape = SHAPES.get(model)
@@ -29,19 +30,26 @@ def bench_on_device(
     device = open_device(name)
     kernels, attention = choose_kernels(device.place)
     facts = device.facts()
-    roof = measure_roof(device)
+    problem = capability_problem(facts.capability, work.precision, work.kv_dtype)
+    if problem is not None:
+        raise BadConfig(problem)
+    roof = measure_roof(device, work.precision)
     lines = measure(device, kernels, shape, work, roof)
     report = {
         "device": msgspec.to_builtins(facts),
         "attention": attention,
         "model": model,
+        "precision": work.precision,
+        "kv_dtype": work.kv_dtype,
         "roof": msgspec.to_builtins(roof),
         "lines": msgspec.to_builtins(lines),
     }
+    formats = f"weights {work.precision}, KV {work.kv_dtype}"
     place = out.with_name(out.name + ".json")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print_table(table_of(f"{model} on {facts.name}, {attention}", roof, lines), console)
+    title = f"{model}, {formats} on {facts.name}, {attention}"
+    print_table(table_of(title, roof, lines), console)
     console.print(str(place), soft_wrap=True, highlight=False)
     if as_json:
         print(place.read_text(encoding="utf-8"), end="")
@@ -51,13 +59,14 @@ def bench_on_device(
 def refuse_options(precision: str | None, kv_dtype: str | None, sampling: str) -> None:
     """Raise ``BadConfig`` where something else is asked for than what is measured on a GPU."""
     for option, given, measured in (
-        ("--precision", precision, "bf16"),
-        ("--kv-dtype", kv_dtype, "bf16"),
-        ("--sampling", sampling, "greedy"),
+        ("--precision", precision, ("bf16", "fp8")),
+        ("--kv-dtype", kv_dtype, ("bf16", "fp8")),
+        ("--sampling", sampling, ("greedy",)),
     ):
-        if given not in (None, measured):
+        if given is not None and given not in measured:
             raise BadConfig(
-                f"on a GPU steps of {measured} are measured: drop {option} {given} or --device"
+                f"on a GPU steps of {' or '.join(measured)} are measured: drop {option} {given} "
+                "or --device"
             )
 
 

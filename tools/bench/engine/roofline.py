@@ -7,7 +7,7 @@ multiplications. The rates both are held against are measured in the same run.
 import statistics
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -15,15 +15,18 @@ from msgspec import Struct
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shared.device.device import Device
-from shared.engine.attention import ATTENTION_NAME, Kernels, register
+from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.batch import SequenceInput
 from shared.engine.checks import inspect_model
+from shared.engine.device.fp8_linear import multiply_rows
+from shared.engine.device.kernels import DeviceKernels
+from shared.engine.device.load import round_weights
 from shared.engine.device.runner import DeviceRunner
 from shared.engine.loading import HfModel
 from shared.engine.pools import pools
 from shared.engine.step import PackedStep
-from shared.kernels.gpu.plan import Plan
-from shared.kv.layout import KvLayout
+from shared.kernels import fp8
+from shared.kv.layout import SCALE_BYTES, KvDtype, KvLayout
 
 BLOCK_SIZE: Final = 16
 _TURNS: Final = 5
@@ -53,7 +56,9 @@ SHAPES: Final = {
 
 
 class Roof(Struct, frozen=True, kw_only=True):
-    """``copy``: bytes per second, read plus written; ``multiply``: operations per second, bf16."""
+    """``copy``: bytes per second, read plus written; ``multiply``: operations per second, of the
+    weights' format.
+    """
 
     copy: float
     multiply: float
@@ -75,21 +80,31 @@ class Work(Struct, frozen=True, kw_only=True):
     context: int
     prompts: tuple[int, ...]
     steps: int
+    precision: Literal["bf16", "fp8"] = "bf16"
+    kv_dtype: Literal["bf16", "fp8"] = "bf16"
 
 
-def measure_roof(device: Device, side: int = _SIDE, size: int = _COPY_BYTES) -> Roof:
-    """Measure a large copy and a large bf16 multiplication."""
+def measure_roof(
+    device: Device, precision: str = "bf16", side: int = _SIDE, size: int = _COPY_BYTES
+) -> Roof:
+    """Measure a large copy, and a large multiplication in the format of ``precision``."""
     place = device.place
     source = torch.zeros(size, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     a = torch.randn(side, side, dtype=torch.bfloat16, device=place)
-    out = torch.empty_like(a)
     copy = _seconds(device, lambda: target.copy_(source))
-    multiply = _seconds(device, lambda: torch.mm(a, a, out=out))
+    if precision == "fp8":
+        rows, scales = fp8.quantise_rows(a)
+        multiply = _seconds(device, lambda: multiply_rows(rows, scales, rows, scales, None))
+    else:
+        out = torch.empty_like(a)
+        multiply = _seconds(device, lambda: torch.mm(a, a, out=out))
     return Roof(copy=2 * size / copy, multiply=2 * side**3 / multiply)
 
 
-def random_model(device: Device, shape: ModelShape, positions: int) -> tuple[HfModel, KvLayout]:
+def random_model(
+    device: Device, shape: ModelShape, positions: int, kv_dtype: KvDtype
+) -> tuple[HfModel, KvLayout]:
     """Make a bf16 model on the device, without files."""
     register()
     config = LlamaConfig(
@@ -106,16 +121,18 @@ def random_model(device: Device, shape: ModelShape, positions: int) -> tuple[HfM
             config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
         )
         model = model.eval().requires_grad_(False)
-        return model, inspect_model(model, "bf16", BLOCK_SIZE)
+        return model, inspect_model(model, kv_dtype, BLOCK_SIZE)
 
 
 def measure(
-    device: Device, kernels: Kernels[Plan], shape: ModelShape, work: Work, roof: Roof
+    device: Device, kernels: DeviceKernels, shape: ModelShape, work: Work, roof: Roof
 ) -> list[Line]:
     """Measure every step of ``work``; decode graphs are recorded first."""
     longest = max(work.context + 3 + work.steps, *work.prompts) + BLOCK_SIZE
     per_sequence = -(-longest // BLOCK_SIZE)
-    model, layout = random_model(device, shape, longest)
+    model, layout = random_model(device, shape, longest, work.kv_dtype)
+    if work.precision == "fp8":
+        round_weights(model, device, kernels)
     runner = DeviceRunner(model, layout, device, kernels, "measured")
     memory, book = device.kv_memory(layout, per_sequence * max(work.batches) + 1)
     layers = range(len(layout.layers))
@@ -139,11 +156,14 @@ def matrix_weights(shape: ModelShape) -> int:
     )
 
 
-def decode_bytes(shape: ModelShape, batch: int, context: int) -> int:
-    """Return the bytes that a decode step must read: bf16 weights and KV."""
+def decode_bytes(shape: ModelShape, batch: int, work: Work) -> int:
+    """Return the bytes that a decode step must read: weights, of which the head is bf16, and KV."""
+    outer = shape.hidden * shape.vocabulary
+    body = matrix_weights(shape) - outer
     head = shape.hidden // shape.heads
-    kv = 2 * shape.layers * shape.kv_heads * head * batch * context
-    return 2 * (matrix_weights(shape) + kv)
+    row = head + SCALE_BYTES if work.kv_dtype == "fp8" else 2 * head
+    kv = 2 * shape.layers * shape.kv_heads * row * batch * work.context
+    return (body if work.precision == "fp8" else 2 * body) + 2 * outer + kv
 
 
 def prefill_operations(shape: ModelShape, tokens: int) -> int:
@@ -168,7 +188,7 @@ def _decode(runner: DeviceRunner, shape: ModelShape, batch: int, work: Work, roo
         label=f"decode B={batch} at {work.context}",
         bound="copy",
         milliseconds=1e3 * seconds,
-        fraction=decode_bytes(shape, batch, work.context) / seconds / roof.copy,
+        fraction=decode_bytes(shape, batch, work) / seconds / roof.copy,
     )
 
 

@@ -1,6 +1,7 @@
 """The peers, their pinned versions and how each is started."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ class Peer(Struct, frozen=True, kw_only=True):
     Diptych's own interpreter, which has the package anyway. ``removed_if_broken``: packages
     that come along and are dropped where they cannot be imported. ``weights``: the form of the
     model it reads. ``server``: arguments after ``python -m`` that serve OpenAI's API.
+    ``on_gpus``: its build also runs on CUDA devices.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Peer(Struct, frozen=True, kw_only=True):
     weights: Literal["safetensors", "w8a8", "gguf"]
     removed_if_broken: tuple[str, ...] = ()
     server: tuple[str, ...] | None = None
+    on_gpus: bool = False
 
     @property
     def home(self) -> Path | None:
@@ -94,6 +97,16 @@ PEERS = {
             imports="transformers",
             module="hf_transformers",
             weights="safetensors",
+            on_gpus=True,
+        ),
+        Peer(
+            name="transformers-batching",
+            precision="bf16",
+            requirement=None,
+            imports="transformers",
+            module="hf_batching",
+            weights="safetensors",
+            on_gpus=True,
         ),
     )
 }
@@ -106,6 +119,16 @@ def parse_peers(text: str) -> tuple[Peer, ...]:
         if name not in PEERS:
             raise BadConfig(f"no peer {name!r}, only {', '.join(PEERS)}")
     return tuple(peer for peer in PEERS.values() if peer.name in names)
+
+
+def require_on(device: str, peers: Iterable[Peer]) -> None:
+    """Raise ``BadConfig`` where a peer's build does not run on the device."""
+    others = [peer.name for peer in peers if device != "cpu" and not peer.on_gpus]
+    if others:
+        there = ",".join(peer.name for peer in PEERS.values() if peer.on_gpus)
+        raise BadConfig(
+            f"{', '.join(others)}: builds for CPUs, not for --device {device}: --peers {there}"
+        )
 
 
 def environment(peer: Peer, cores: tuple[int, ...], kv_bytes: int) -> dict[str, str]:

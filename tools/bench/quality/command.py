@@ -2,13 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import get_args
 
 from msgspec import Struct
 from rich.console import Console
 
-from shared.precision import Precision
-from tools.bench.engine.command import kv_dtypes, precisions
+from tools.bench.engine.command import ON_CPUS, kv_dtypes, precisions
 from tools.bench.engine.report import MIB, as_table
 from tools.bench.page import Rows, machine, now, processor, render_page, write_files
 from tools.bench.plots import grouped_bars
@@ -37,15 +35,18 @@ class QualityReport(Struct, frozen=True, kw_only=True):
 
 
 def variants(precision: str | None, kv_dtype: str | None) -> list[Variant]:
-    """Return what to measure: all precisions unless named, their own KV and int8 unless named.
+    """Return what to measure: all of CPUs unless named, their own KV and int8 unless named.
+
+    fp8 is a GPU's, as is its KV, and is emulated (``emulated``).
 
     Raises:
         BadConfig: there is no such precision or KV dtype.
     """
-    chosen = precisions(precision, get_args(Precision))
+    chosen = precisions(precision, ON_CPUS)
     if kv_dtype is not None:
         return [Variant(name, dtype) for name in chosen for dtype in kv_dtypes(kv_dtype)]
-    return [Variant(name, dtype) for dtype in (None, "int8") for name in chosen]
+    own = [Variant(name) for name in chosen]
+    return own + [Variant(name, "fp8" if name == "fp8" else "int8") for name in chosen]
 
 
 def bench_quality(

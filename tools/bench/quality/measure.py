@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 from rich.console import Console
 from safetensors.numpy import load_file
@@ -45,6 +45,11 @@ class Variant(Struct, frozen=True):
 
     precision: Precision
     kv_dtype: KvDtype | None = None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether this is a GPU's: its arithmetic is done on the CPU, at no speed of interest."""
+        return "fp8" in (self.precision, self.kv_dtype)
 
 
 REFERENCE = Variant("fp32")
@@ -125,6 +130,9 @@ def measure(plan: Plan, chosen: Sequence[Variant], console: Console) -> list[Qua
     folder = Path(tempfile.mkdtemp(prefix="diptych-quality-"))
     for one in order:
         (entry,) = own_entries(engine_plan, [one.precision], [one.kv_dtype])
+        if one.emulated:
+            options = {**entry.launch.options, "emulated": True}
+            entry = structs.replace(entry, launch=structs.replace(entry.launch, options=options))
         with console.status(f"reading with {entry.launch.name}"):
             row, scores = _measure(one, entry, windows, reference, folder)
         reference = reference or scores
