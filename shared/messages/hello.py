@@ -9,7 +9,7 @@ from shared.kv.layout import KvDtype, LayerKv
 
 WIRE_VERSION = 1
 
-_CONVERTIBLE: Final = frozenset(get_args(KvDtype)) - {"fp8"}
+CONVERTIBLE: Final[frozenset[KvDtype]] = frozenset(get_args(KvDtype)) - {"fp8"}
 """Readers on CPUs convert between these; fp8 is in GPUs' memory on both sides."""
 
 
@@ -38,7 +38,7 @@ class Compatibility(Struct, frozen=True, kw_only=True):
         """
         if self.wire_version != other.wire_version:
             return [two_versions(self.wire_version, other.wire_version)]
-        converted = {self.kv_dtype, other.kv_dtype} <= _CONVERTIBLE
+        converted = {self.kv_dtype, other.kv_dtype} <= CONVERTIBLE
         named = ("model", *(() if converted else ("kv_dtype",)), "block_size", "tensor_parallel")
         found = _unequal(self, other, named)
         if self.layout != other.layout:

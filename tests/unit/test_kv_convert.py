@@ -16,6 +16,7 @@ from shared.kv.arena import KvArena
 from shared.kv.copy import copy_blocks
 from shared.kv.dtypes import TORCH_DTYPES
 from shared.kv.layout import KvDtype, KvLayout, LayerKv
+from shared.messages.hello import CONVERTIBLE
 from tests.unit.kernel_tiers import EVERY_TIER, kernels
 from tests.unit.kv_rows_equal import same_rows
 
@@ -23,7 +24,7 @@ __all__ = ["kernels"]
 
 pytestmark = pytest.mark.timeout(400)  # the first use compiles
 
-DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
+DTYPES = tuple(dtype for dtype in get_args(KvDtype) if dtype in CONVERTIBLE)
 LAYERS = (LayerKv(3, 20, 7), LayerKv(3, 20, 7, shares=0), LayerKv(1, 64, 64, window=8))
 
 

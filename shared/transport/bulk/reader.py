@@ -27,6 +27,7 @@ from shared.transport.bulk.server import PROBE_BYTES, probe_pattern
 from shared.transport.bulk.source_link import Context, Lane, Peer, SourceLink
 from shared.transport.bulk.stage import InStage
 from shared.transport.bulk.staging import keep_staging_memory
+from shared.transport.bulk.stumbles import Stumbles
 
 log = logging.getLogger(__name__)
 
@@ -163,11 +164,14 @@ class HostReader(Generic[Source]):
 
     def _run(self) -> None:
         self._poller.register(self._wake, zmq.POLLIN)
+        stumbles = Stumbles()
         while not self._closing:
             try:
                 self._turn()
+                stumbles.none()
             except Exception:
                 log.exception("fetching KV failed")
+                stumbles.another()
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(self._pause()))

@@ -32,6 +32,7 @@ from shared.transport.bulk.faults import FaultyLink, Parcel
 from shared.transport.bulk.payload import checksum
 from shared.transport.bulk.servings import Next, Servings
 from shared.transport.bulk.stage import ArenaStage, Lift, OutStage, in_memory
+from shared.transport.bulk.stumbles import Stumbles
 from shared.transport.endpoint import bind
 from shared.transport.pump import LinkLimits
 from shared.transport.security import CurveServer
@@ -144,6 +145,7 @@ class HostServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         expired = time.monotonic()
+        stumbles = Stumbles()
         while not self._closing:
             try:
                 poller.poll(self._pause())
@@ -153,8 +155,10 @@ class HostServer:
                 if now - expired > _TICK:
                     expired = now
                     self._jobs.expire(now)
+                stumbles.none()
             except Exception:
                 log.exception("serving KV failed; the reader asks again")
+                stumbles.another()
 
     def _pause(self) -> int:
         if self._jobs.sendable:
