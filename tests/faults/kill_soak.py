@@ -1,4 +1,4 @@
-"""``make soak``: a hundred random kills under load; too long for every test run, which does 12."""
+"""``make soak``: a hundred random kills under load; too long for every test run, which does 20."""
 
 import sys
 

@@ -19,7 +19,7 @@ from tests.system.fleet import Fleet, deployment
 # The keeper starts killed processes again: other children at the end than at the start.
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600), pytest.mark.keeps("children")]
 
-KILLS = 12
+KILLS = 20
 """Each costs the start of a process; `make soak` does a hundred."""
 STREAMS = 16
 

@@ -1,6 +1,6 @@
 """``make soak``: 10,000 readers, no two the same, that connect, test the link, fetch, and go.
 
-Too long for every test run, which does 1,000 of the same.
+Too long for every test run, which does 2,000 of the same.
 """
 
 import sys

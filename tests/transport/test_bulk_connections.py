@@ -45,9 +45,9 @@ def come_and_go(ends: Ends, times: int) -> int:
 
 
 @pytest.mark.timeout(90)
-def test_a_thousand_connections_leave_nothing_behind(context: Context) -> None:
+def test_thousands_of_connections_leave_nothing_behind(context: Context) -> None:
     """Guards growth with every reader that ever came (30)."""
     ends = Ends(context, CALM)
-    come_and_go(ends, 1_000)
+    come_and_go(ends, 2_000)
     assert isinstance(ends.fetch(), Failed)
     ends.close()
