@@ -241,11 +241,9 @@ def _fields(node: msgspec.inspect.Type) -> dict[str, msgspec.inspect.Type]:
 def _literals(node: msgspec.inspect.Type) -> list[str]:
     literals = [arm for arm in _arms(node) if isinstance(arm, msgspec.inspect.LiteralType)]
     words = [str(value) for arm in literals for value in arm.values]
-    if words and any(isinstance(arm, msgspec.inspect.BoolType) for arm in _arms(node)):
+    if any(isinstance(arm, msgspec.inspect.BoolType) for arm in _arms(node)):
         words = ["true", "false", *words]
-    if words and any(isinstance(arm, msgspec.inspect.IntType) for arm in _arms(node)):
-        words = ["a number", *words]
-    return words
+    return [*_range(node), *words] if words else []
 
 
 def _range(node: msgspec.inspect.Type) -> list[str]:

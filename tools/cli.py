@@ -146,7 +146,8 @@ def status(
 
     `wait` and `run` count requests. `KV` is the share of blocks that requests hold, `cached` that
     of blocks kept for reuse. `in/s`, `hits/s` and `out/s` are tokens per second: prompt computed,
-    prompt reused, output.
+    prompt reused, output. Below stands for each pair of workers by which path KV moves, or why
+    there is none.
 
     Example: `diptych status --watch`
     """
@@ -227,8 +228,10 @@ def role(
 def chat(
     config: ConfigOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0 always takes the likeliest token.", min=0, max=2)
+    ] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 512,
 ) -> None:
     """Chat with the model in the terminal; every answer shows its TTFT and TPOT.
 

@@ -67,7 +67,10 @@ def _wait_ready(client: httpx.Client, timeout: float) -> None:
                 return
             problem = answer.text[:500]
         if time.monotonic() >= deadline:
-            raise ResourceMissing(f"the gateway does not become ready: {problem}")
+            raise ResourceMissing(
+                f"no request came through all services within {timeout:.0f} s "
+                f"(`router.hung_after`; more for a busy machine); /readyz says: {problem}"
+            )
         time.sleep(_POLL)
 
 

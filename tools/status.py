@@ -108,7 +108,7 @@ def render(deployment: Deployment, now: Snapshot, before: Snapshot) -> Renderabl
         parts += _other_version(now.fleet)
         parts += [_pair_line(worker, pair) for worker in now.fleet.workers for pair in worker.pairs]
     if now.problem:
-        parts.append(f"[red]{now.problem}[/red]")
+        parts.append(f"[red]{escape(now.problem)}[/red]")
     return Group(*parts)
 
 

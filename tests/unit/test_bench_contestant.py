@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,8 +120,11 @@ def test_no_interpreter(module: str, tmp_path: Path) -> None:
         pass
 
 
-def test_one_that_dies_drops_out_and_the_others_go_on(module: str) -> None:
+def test_one_that_dies_drops_out_and_the_others_go_on(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards: half an hour of measurement is lost to one peer's crash."""
+    monkeypatch.setattr(tempfile, "tempdir", module)
     entries = [
         Entry(launch=launch(module, "good", seconds=0.02), precision="bf16", ours=False),
         Entry(launch=launch(module, "dies", fails_at=2), precision="bf16", ours=False),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,15 @@ QUIET = Console(quiet=True)
 def fake_peer(name: str, *arguments: str) -> Peer:
     server = ("tests.unit.fake_openai_server", *(arguments or ("{port}",)))
     return msgspec.structs.replace(PEERS["transformers"], name=name, server=server)
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the servers' logs lie."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -129,6 +139,13 @@ def test_a_peer_that_does_not_start_speaks_its_last_words(model: Path) -> None:
         started_peer(broken, str(model), tuple(os.sched_getaffinity(0))),
     ):
         pass
+
+
+def test_the_log_of_a_peer_that_served_goes(model: Path, logs: Path) -> None:
+    """Guards a folder left in /tmp by each server of each comparison."""
+    with started_peer(fake_peer("good"), str(model), tuple(os.sched_getaffinity(0))):
+        assert len(list(logs.iterdir())) == 1
+    assert not list(logs.iterdir())
 
 
 def test_a_peer_without_a_server_is_refused_before_anything_starts(

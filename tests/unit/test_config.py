@@ -101,7 +101,12 @@ def _write(tmp_path: Path, text: str) -> Path:
         ("transfer: {sockets: 0}", [">= 1", "`$.transfer.sockets` (allowed: 1 to 16)"]),
         ("transfer: {sockets: 17}", ["<= 16", "`$.transfer.sockets` (allowed: 1 to 16)"]),
         ("transfer: {sockets: two}", ["Expected `int`", "(allowed: 1 to 16)"]),
-        ("transfer: {notify_layers: all}", ["notify_layers`", "allowed: a number, auto"]),
+        ("transfer: {notify_layers: all}", ["notify_layers`", "allowed: 1 or more, auto"]),
+        ("transfer: {notify_layers: 0}", [">= 1", "notify_layers` (allowed: 1 or more, auto)"]),
+        (
+            "kv_reuse: {prefix: 1}",
+            ["Expected `bool`", "`$.kv_reuse.prefix` (allowed: true, false)"],
+        ),
         ("router: {on_no_prefill: wat}", ["`$.router.on_no_prefill`", "fail, local, wait"]),
         ("router: {max_queue: 0}", [">= 1", "`$.router.max_queue` (allowed: 1 or more)"]),
         ("router: {worker_timeout: 5 parsecs}", ["'5 parsecs'", "30s", "$.router.worker_timeout"]),

@@ -113,6 +113,43 @@ def test_an_empty_name_is_refused_with_those_there_are(
     assert option in error and known in error and repr(given) in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("engine", "--precision", "bf16,fp8"), "`precision: fp8` is for GPUs: on a CPU use int8"),
+        (("compare", "--kv-dtype", "fp8"), "`kv_dtype: fp8` is for GPUs: on a CPU use int8"),
+        (("compare", "--device", "cuda", "--precision", "int8"), "on a GPU use fp8, bf16"),
+        (("compare", "--serving", "--device", "cuda"), "--device cuda is for engines"),
+        (("compare", "--serving", "--kv-dtype", "int8"), "--kv-dtype int8 is for engines"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    diptych: Command, arguments: tuple[str, ...], said: str
+) -> None:
+    """Guards minutes of measuring the others before a row of dashes, and options without effect."""
+    assert said in sentence(diptych("bench", *arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chat", "--temperature", "-1"),
+        ("chat", "--max-tokens", "0"),
+        ("bench", "serve", "--input", "0"),
+        ("bench", "serve", "--output", "0"),
+        ("bench", "serve", "--requests", "0"),
+    ],
+)
+def test_a_number_that_no_request_may_have_is_refused_with_the_range(
+    diptych: Command, arguments: tuple[str, ...]
+) -> None:
+    """Guards a load of other numbers than asked for, and a chat whose every line fails."""
+    done = diptych(*arguments)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.replace("\u2502", " ").split())
+    assert arguments[-2] in said and "should be greater than or equal to" in said
+
+
 def test_keys_are_written_once_and_never_over(tmp_path: Path) -> None:
     assert process("keys", "k", cwd=tmp_path).returncode == 0
     assert (tmp_path / "k" / "server.secret").stat().st_mode & 0o777 == 0o600

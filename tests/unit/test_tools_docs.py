@@ -43,6 +43,17 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [t for t in targets if not (document.parent / t).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_that_a_document_names_exist(document: Path) -> None:
+    """Guards a table of proofs that outlives them. An ellipsis stands for the rest of a name."""
+    file = r"((?:unit|transport|system|faults|gpu|compose)/\w+\.py)"
+    named = re.findall(rf"`(?:tests/)?{file}(?:::(\w+))?", document.read_text())
+    sources = {path: (ROOT / "tests" / path) for path, _ in named}
+    assert [path for path, source in sources.items() if not source.exists()] == []
+    texts = {path: source.read_text() for path, source in sources.items()}
+    assert [name for path, name in named if f"def {name}" not in texts[path]] == []
+
+
 def test_every_shipped_deployment_loads_and_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     configs = sorted((ROOT / "configs").glob("*.yaml"))

@@ -28,11 +28,11 @@ ReportOption = Annotated[
 class ServeOptions(Struct, frozen=True, kw_only=True):
     """Of ``bench serve``."""
 
-    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.")] = 400
-    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.")] = 64
+    input_words: Annotated[int, typer.Option("--input", help="Words per prompt.", min=1)] = 400
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens per answer.", min=1)] = 64
     concurrency: Annotated[str, typer.Option(help="Clients at a time, per level.")] = "1,8,16"
     requests: Annotated[
-        int | None, typer.Option(help="Requests per level; else four per client, eight or more.")
+        int | None, typer.Option(help="Per level; else four per client, eight or more.", min=1)
     ] = None
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Deployment; started if none runs.")
@@ -231,7 +231,7 @@ def bench_engine(options: OwnOptions) -> int:
     """Measure decode steps, prefill, memory and load time of the engine alone, no server.
 
     The host columns are what a step costs besides the model.
-    On a GPU: steps of random bf16 weights beside what its memory and multipliers can do.
+    On a GPU: steps of random weights, bf16 or fp8, beside what its memory and multipliers can do.
 
     Examples:
 
@@ -262,18 +262,18 @@ def bench_engine(options: OwnOptions) -> int:
             kv_dtype="fp8" if options.kv_dtype == "fp8" else "bf16",
         )
         return bench_on_device(options.device, options.model, work, out, options.as_json, console)
-    chosen = command.precisions(options.precision, command.FOR_SPEED)
+    chosen, kv = command.formats(options.device, options.precision, options.kv_dtype)
     plan = _engine_plan(options, command.sampling_kinds(options.sampling))
-    entries = command.own_entries(plan, chosen, command.kv_dtypes(options.kv_dtype))
+    entries = command.own_entries(plan, chosen, kv)
     return command.bench_engine(plan, entries, out, options.as_json, console)
 
 
 class CompareOptions(EngineOptions, frozen=True, kw_only=True):
     """Of ``bench compare``."""
 
-    peers: Annotated[str, typer.Option(help="Which, with commas between.")] = (
-        "vllm-cpu-bf16,vllm-cpu-w8a8,llama.cpp,transformers,transformers-batching"
-    )
+    peers: Annotated[
+        str, typer.Option(help="Which, with commas between; else all.", show_default=False)
+    ] = "vllm-cpu-bf16,vllm-cpu-w8a8,llama.cpp,transformers,transformers-batching"
     install: Annotated[
         bool, typer.Option("--install", help="Install these peers, each beside us; no more.")
     ] = False
@@ -318,6 +318,7 @@ def bench_compare(options: CompareOptions) -> int:
         compare.install_peers(peers, console)
         return 0
     if options.serving:
+        compare.refuse_engines_options(options.device, options.precision, options.kv_dtype)
         out = options.out or command.default_output("compare-serving")
         served = compare.Load(
             levels=parse_numbers("--concurrency", options.concurrency),
@@ -325,11 +326,10 @@ def bench_compare(options: CompareOptions) -> int:
             config=options.config,
         )
         return compare.serving(served, peers, out, options.as_json, console)
-    own = command.FOR_SPEED if options.device == "cpu" else ("bf16",)
-    chosen = command.precisions(options.precision, own)
+    chosen, kv = command.formats(options.device, options.precision, options.kv_dtype)
     out = options.out or command.default_output("compare")
     plan = _engine_plan(options, device=options.device)
-    ours = command.own_entries(plan, chosen, command.kv_dtypes(options.kv_dtype))
+    ours = command.own_entries(plan, chosen, kv)
     return compare.engines(plan, ours, peers, out, options.as_json, console)
 
 
@@ -337,7 +337,9 @@ class QualityOptions(Struct, frozen=True, kw_only=True):
     """Of ``bench quality``."""
 
     model: ModelOption = DEFAULT_MODEL
-    precision: Annotated[str | None, typer.Option(help="With commas between; else all.")] = None
+    precision: Annotated[
+        str | None, typer.Option(help="With commas between; else those of CPUs.")
+    ] = None
     kv_dtype: Annotated[
         str | None, typer.Option(help="With commas between; else each precision's own, and int8.")
     ] = None

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shared.config import load_deployment
 from shared.device.open import require_device
-from shared.errors import DiptychError, ResourceMissing
+from shared.errors import BadConfig, DiptychError, ResourceMissing
 from tools.bench.compare.engines import compare_engines
 from tools.bench.compare.serving import compare_serving
 from tools.bench.engine.figures import Plan
@@ -55,6 +55,16 @@ def engines(
     require_device(plan.device)
     code = compare_engines(plan, ours, peers, out, console)
     return _shown(code, out, as_json)
+
+
+def refuse_engines_options(device: str, precision: str | None, kv_dtype: str | None) -> None:
+    """Raise ``BadConfig`` where servers are asked for what the deployment's file says of ours."""
+    for option, given in (("device", device), ("precision", precision), ("kv-dtype", kv_dtype)):
+        if given not in (None, "cpu"):
+            raise BadConfig(
+                f"--{option} {given} is for engines: with --serving the file of --config says it "
+                "for ours, and peers' servers run on CPUs"
+            )
 
 
 def serving(load: Load, peers: Sequence[Peer], out: Path, as_json: bool, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,6 +44,8 @@ class Server(Struct, frozen=True, kw_only=True):
 def serving(peer: Peer, model: str, cores: tuple[int, ...]) -> Iterator[Server]:
     """Start the server on ``cores``, wait until it answers, and end it afterwards.
 
+    Its log stays only where something failed.
+
     Raises:
         ResourceMissing: it does not start; with its last words and the place of its log.
     """
@@ -80,6 +83,7 @@ def serving(peer: Peer, model: str, cores: tuple[int, ...]) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             server.signal(signal.SIGKILL)
             process.wait(_STOP_TIMEOUT)
+    shutil.rmtree(log.parent)
 
 
 def _wait_ready(server: Server, log: Path) -> None:

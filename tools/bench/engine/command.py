@@ -1,5 +1,6 @@
 """``diptych bench engine``: our engine in the precisions asked for, in turns."""
 
+import itertools
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from typing import TypeVar, get_args
 
 from rich.console import Console
 
+from shared.device.names import device_problem
 from shared.engine.model_files import resolve_model
 from shared.errors import BadConfig
 from shared.kv.layout import KvDtype
@@ -43,6 +45,23 @@ def precisions(text: str | None, otherwise: Sequence[Precision]) -> tuple[Precis
 def kv_dtypes(text: str | None) -> tuple[KvDtype | None, ...]:
     """Read `--kv-dtype`; None is the precision's own. Raises ``BadConfig`` with those there are."""
     return (None,) if text is None else _names("--kv-dtype", text, get_args(KvDtype))
+
+
+def formats(
+    device: str, precision: str | None, kv_dtype: str | None
+) -> tuple[tuple[Precision, ...], tuple[KvDtype | None, ...]]:
+    """Read `--precision` and `--kv-dtype` for a device; None is those that are served for speed.
+
+    Raises:
+        BadConfig: there is none such, or the device does not have it: that would show late.
+    """
+    own: tuple[Precision, ...] = FOR_SPEED if device == "cpu" else ("bf16",)
+    chosen, kv = precisions(precision, own), kv_dtypes(kv_dtype)
+    for weights, rows in itertools.product(chosen, kv):
+        problem = device_problem(device, weights, rows)
+        if problem is not None:
+            raise BadConfig(problem)
+    return chosen, kv
 
 
 def sampling_kinds(text: str) -> tuple[SamplingKind, ...]:
