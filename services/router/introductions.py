@@ -27,7 +27,8 @@ class Introductions:
         sources = sorted((w for w in here if w.role == "prefill"), key=lambda w: w.number)
         told: dict[bytes, tuple[KvPeer, ...]] = {}
         left = PER_BEAT
-        for reader in here:
+        # Who waits longest comes first: sources that restart again and again use up each beat.
+        for reader in sorted(here, key=lambda w: w.introduced):
             if not sources or not left:
                 break
             if reader.role == "prefill" or reader.introduced >= sources[-1].number:

@@ -53,10 +53,11 @@ def bind(
     """Open a ROUTER on ``endpoint`` (tcp port 0 picks a free one).
 
     Raises:
-        ResourceMissing: address in use or not available, ipc path too long or not safe.
+        ResourceMissing: address in use or not available, ipc path too long or not safe, or no
+            descriptor is left.
         BadConfig: not an endpoint.
     """
-    socket = context.socket(zmq.ROUTER)
+    socket = _socket(context, zmq.ROUTER)
     file: tuple[Path, int] | None = None
     try:
         _set_options(socket, endpoint, limits)
@@ -92,12 +93,12 @@ def connect(
     """Open a DEALER towards ``endpoint``; nobody needs to be there yet.
 
     Raises:
-        ResourceMissing: ipc path too long.
+        ResourceMissing: ipc path too long, or no descriptor is left.
         BadConfig: not an endpoint, or an identity libzmq cannot carry.
     """
     if not 0 < len(identity) < 256 or identity[0] == 0:
         raise BadConfig(f"routing id {identity!r} must have 1 to 255 bytes and not start with 0")
-    socket = context.socket(zmq.DEALER)
+    socket = _socket(context, zmq.DEALER)
     try:
         _set_options(socket, endpoint, limits)
         # No MAXMSGSIZE here: passing it ends libzmq's session for good, without a reconnect.
@@ -118,6 +119,16 @@ def connect(
     except BaseException:
         socket.close(linger=0)
         raise
+
+
+def _socket(context: Context, kind: zmq.SocketType) -> "zmq.Socket[bytes]":
+    try:
+        return context.socket(kind)
+    except zmq.ZMQError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        text = "no socket can be opened: this process has as many as it may (`ulimit -n`)"
+        raise ResourceMissing(text) from None
 
 
 def _set_options(socket: "zmq.Socket[bytes]", endpoint: str, limits: LinkLimits) -> None:

@@ -32,7 +32,9 @@ def routing_id(worker: WorkerId, incarnation: Incarnation) -> bytes:
 class Links:
     """All sockets of one worker; what arrives becomes an event.
 
-    ``io_threads`` carry their bytes.
+    ``io_threads`` carry the bytes of readers and router. Links to sources have a thread of their
+    own: libzmq resolves names in it, and a name server that is silent holds it up for 10 s, in
+    which the router would give this worker up.
 
     Raises:
         ResourceMissing: the KV endpoint cannot be bound.
@@ -53,6 +55,7 @@ class Links:
         self._security = security
         self._post = post
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._to_sources: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._sources: dict[SourceKey, DealerLink[ToDecode | UnreadWelcome, FromDecode]] = {}
         self._watches: dict[SourceKey, PidWatch] = {}
         self._rejected_before = 0
@@ -75,6 +78,7 @@ class Links:
             )
         except BaseException:
             self._context.destroy(linger=0)
+            self._to_sources.destroy(linger=0)
             raise
 
     @property
@@ -111,7 +115,7 @@ class Links:
         """Open a link to a prefill worker; an endpoint that cannot be is a ``SourceLost``."""
         try:
             self._sources[source] = DealerLink(
-                self._context,
+                self._to_sources,
                 endpoint,
                 self._identity,
                 Receive(ToDecode, UnreadWelcome),
@@ -129,12 +133,15 @@ class Links:
             self._lost(source, ErrorPayload(code="transfer_failed", message=text, retryable=True))
 
     def watch(self, source: SourceKey, arena: ArenaDescriptor) -> None:
-        """Report the end of the process that owns the arena."""
+        """Report the end of the process that owns the arena; one that cannot be watched is lost."""
         text = f"the process of {source.worker} ended"
         error = ErrorPayload(code="transfer_failed", message=text, retryable=True)
-        self._watches[source] = watch_pid(
-            self._loop, arena.pid, lambda: self._post(SourceLost(source, error))
-        )
+        try:
+            self._watches[source] = watch_pid(
+                self._loop, arena.pid, lambda: self._post(SourceLost(source, error))
+            )
+        except DiptychError as missing:
+            self._lost(source, missing.payload())
 
     def disconnect(self, source: SourceKey) -> None:
         """Close the link to a source and its watch."""
@@ -155,6 +162,7 @@ class Links:
         self.readers.close()
         self.router.close()
         self._context.term()
+        self._to_sources.term()
 
     def _lost(self, source: SourceKey, error: ErrorPayload) -> None:
         self._loop.call_soon(self._post, SourceLost(source, error))

@@ -70,6 +70,18 @@ def test_a_fleet_of_many_pairs_is_introduced_bit_by_bit() -> None:
     assert len(met) == len(set(met)) == 24 * 12
 
 
+def test_a_source_that_restarts_with_every_beat_is_heard_of_by_all() -> None:
+    """Guards readers that meet nobody while a crashing source uses up what a beat may tell."""
+    readers = PER_BEAT + 6
+    world = SplitWorld(prefills=1, decodes=readers)
+    met: set[bytes] = set()
+    for life in (2, 3):
+        world.worker("prefill-0", life)
+        world.wait(BEAT_INTERVAL, *world.state.fleet.by_peer)
+        met |= {r for r in world.decodes if any(b.sources for b in world.to(r, RouterBeat))}
+    assert len(met) == readers
+
+
 def test_a_worker_whose_role_changes_is_introduced_as_what_it_is_now() -> None:
     """Guards a decode worker that became a prefill worker unnoticed."""
     world = SplitWorld(prefills=1, decodes=2)
