@@ -43,6 +43,19 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [t for t in targets if not (document.parent / t).exists()] == []
 
 
+@pytest.mark.parametrize("document", ["testing.md", "scenarios.md", "transfer.md"])
+def test_every_test_that_a_document_names_exists(document: str) -> None:
+    """Guards a page that says what is shown after the test that shows it was renamed."""
+    text = (ROOT / "docs" / document).read_text()
+    named = re.findall(r"`(?:tests/)?(\w+/test_\w+\.py)(?:::(\w+)(…)?)?`", text)
+    missing = []
+    for file, test, _ in named:
+        path = ROOT / "tests" / file
+        if not path.exists() or f"def {test}" not in path.read_text():
+            missing.append(f"{file}::{test}")
+    assert named and missing == []
+
+
 def test_every_shipped_deployment_loads_and_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     configs = sorted((ROOT / "configs").glob("*.yaml"))
