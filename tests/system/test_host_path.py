@@ -111,7 +111,7 @@ def test_a_busy_batch_over_sockets_equals_the_reference(
 def test_an_http_client_is_served_across_two_hosts(fleet: Fleet, golden: list[GoldenCase]) -> None:
     """Guards a deployment that works on one machine only: real services, keys, two networks."""
     if not isinstance(fleet, FarFleet):
-        pytest.skip("network namespaces need root and iproute2; the tests above were on one host")
+        pytest.skip("no network namespace, which needs root: the tests above were on one host")
     case = golden[6]
     body = {"prompt": list(case.prompt_ids), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     body |= {"model": httpx.get(f"{fleet.url}/v1/models").json()["data"][0]["id"], "logprobs": 0}

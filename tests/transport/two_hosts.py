@@ -29,11 +29,15 @@ def cabled(hosts: Hosts) -> Iterator[Hosts]:
     """Join the namespace of ``hosts`` to this one by a cable as long as the context lasts.
 
     Raises:
-        ResourceMissing: no rights, no ``ip``, no namespaces or no veth devices here.
+        ResourceMissing: no rights, no ``ip``, no namespaces or no veth devices here, or another run
+            of the tests has one of that name.
     """
     space, cable = hosts.space, f"{hosts.space}0"
-    if shutil.which("ip") is None or _ip("netns", "add", space).returncode != 0:
-        raise ResourceMissing("network namespaces need root and iproute2")
+    if shutil.which("ip") is None:
+        raise ResourceMissing("network namespaces need iproute2")
+    added = _ip("netns", "add", space)
+    if added.returncode != 0:
+        raise ResourceMissing(f"no network namespace, which needs root: {added.stderr.strip()}")
     try:
         made = _ip(
             *("link", "add", cable, "type", "veth"),
