@@ -83,19 +83,20 @@ class Fleet:
         self.wait_ready(self.names, timeout)
         return self
 
-    def spawn(self, name: str) -> None:
-        """Start one service; its output goes to ``NAME.log``."""
+    def command(self, name: str) -> list[str]:
+        """Return how one service is started."""
         kind = name.split("-")[0]
         module = {"mixed": "decode"}.get(kind, kind)
+        return [
+            *(sys.executable, "-m", f"services.{module}"),
+            *("--config", str(self.config), "--name", name, "--die-with-parent"),
+        ]
+
+    def spawn(self, name: str) -> None:
+        """Start one service; its output goes to ``NAME.log``."""
         with (self.home / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", f"services.{module}"),
-                    *("--config", str(self.config), "--name", name, "--die-with-parent"),
-                ],
-                cwd=REPO,
-                stdout=log,
-                stderr=log,
+                self.command(name), cwd=REPO, stdout=log, stderr=log
             )
 
     def ready(self, name: str) -> bool:

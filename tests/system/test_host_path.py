@@ -1,21 +1,41 @@
-"""The real model with KV over sockets: the reference's tokens, on a good and on a bad network."""
+"""The real model with KV over sockets: the reference's tokens, on a good and on a bad network.
+
+Where that is allowed the good network lies between two hosts, prefill on the far one.
+"""
 
 import re
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 
 from diptych import Client
+from shared.errors import ResourceMissing
 from tests.system.asking import GREEDY, answers, assert_golden
 from tests.system.conftest import GoldenCase
+from tests.system.far_fleet import FarFleet
 from tests.system.fleet import PATIENT, Fleet, deployment
+from tests.transport.two_hosts import cabled
+from tools.slow_link.hosts import Hosts
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 KINDS = ("drop", "duplicate", "reorder", "corrupt", "truncate", "delay")
 BAD = {"seed": 5, "chunks": [{"kind": kind, "probability": 0.01} for kind in KINDS]}
+
+
+PLACE = Hosts("dtp-s", "eth0", "10.213.8.1", "10.213.8.2")
+
+
+def on_two_hosts(tree: dict[str, Any], stack: ExitStack) -> Fleet:
+    """Return a deployment on two hosts as long as ``stack`` lasts, or on one without the rights."""
+    try:
+        return FarFleet(tree, stack.enter_context(cabled(PLACE)))
+    except ResourceMissing:
+        return Fleet(tree)
 
 
 @pytest.fixture(scope="module", params=[None, BAD], ids=["good", "bad"])
@@ -30,13 +50,14 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         transfer=transfer,
         **changes,
     )
-    fleet = Fleet(tree)
-    try:
-        yield fleet.start()
-        assert set(fleet.stop().values()) == {0}
-    finally:
-        fleet.stop()
-        fleet.remove()
+    with ExitStack() as stack:
+        fleet = on_two_hosts(tree, stack) if request.param is None else Fleet(tree)
+        try:
+            yield fleet.start()
+            assert set(fleet.stop().values()) == {0}
+        finally:
+            fleet.stop()
+            fleet.remove()
 
 
 def assert_metrics(fleet: Fleet, told: dict[str, Any]) -> None:
@@ -84,3 +105,21 @@ def test_a_busy_batch_over_sockets_equals_the_reference(
     for worker in status["workers"]:
         load = worker["load"]
         assert load["blocks_free"] + load["blocks_cached"] == load["blocks_total"]
+
+
+@pytest.mark.parametrize("fleet", [None], ids=["good"], indirect=True)
+def test_an_http_client_is_served_across_two_hosts(fleet: Fleet, golden: list[GoldenCase]) -> None:
+    """Guards a deployment that works on one machine only: real services, keys, two networks."""
+    if not isinstance(fleet, FarFleet):
+        pytest.skip("no network namespace, which needs root: the tests above were on one host")
+    case = golden[6]
+    body = {"prompt": list(case.prompt_ids), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body |= {"model": httpx.get(f"{fleet.url}/v1/models").json()["data"][0]["id"], "logprobs": 0}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    with Client(fleet.client_endpoint) as client:
+        tokens = client.generate(list(case.prompt_ids), max_tokens=8, **GREEDY)
+        status = fleet.wait_idle(client)
+    assert_golden([case], [tokens])
+    assert answer.json()["choices"][0]["text"] == tokens.text
+    assert status["counters"]["decisions"] == {"split": status["counters"]["accepted"]}

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,42 +9,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shared.errors import ResourceMissing
 from shared.ids import WorkerId
 from shared.transport.security import generate_keys
 from tests.conftest import RunAsync
-from tests.transport.test_worker_processes import LONG, recover, reference
-from tests.transport.two_hosts import Runner, TwoHosts, port_of, with_hosts
+from tests.transport.test_worker_processes import LONG, losses, recover, reference
+from tests.transport.two_hosts import Runner, TwoHosts, cabled, port_of, with_hosts
 from tests.transport.worker_rig import request
 from tools.slow_link.hosts import Hosts
 
 pytestmark = pytest.mark.timeout(300)
 
-SPACE, CABLE = "dtp-p", "dtp-p0"
-PLACE = Hosts(SPACE, "eth0", "10.213.7.1", "10.213.7.2")
-
-
-def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=10, check=False)
+PLACE = Hosts("dtp-p", "eth0", "10.213.7.1", "10.213.7.2")
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     """The prefill worker's host is a namespace, joined to this one by a cable."""
-    if shutil.which("ip") is None or ip("netns", "add", SPACE).returncode != 0:
-        pytest.skip("network namespaces need root and iproute2")
     try:
-        made = ip("link", "add", CABLE, "type", "veth", "peer", "name", "eth0", "netns", SPACE)
-        if made.returncode != 0:
-            pytest.skip(f"no veth in this kernel: {made.stderr.strip()}")
-        ip("addr", "add", f"{PLACE.near}/24", "dev", CABLE)
-        ip("link", "set", CABLE, "up")
-        ip("-n", SPACE, "addr", "add", f"{PLACE.far}/24", "dev", "eth0")
-        ip("-n", SPACE, "link", "set", "eth0", "up")
-        ip("-n", SPACE, "link", "set", "lo", "up")
-        yield PLACE
-    finally:
-        ip("link", "del", CABLE)  # what was cut off in there may keep the namespace for minutes
-        ip("netns", "del", SPACE)
+        with cabled(PLACE) as made:
+            yield made
+    except ResourceMissing as error:
+        pytest.skip(error.message)
 
 
 @pytest.fixture
@@ -103,12 +88,26 @@ def test_serving_across_two_hosts_a_partition_and_a_restart(
     run(with_hosts(directory, model, hosts, check, faults={"chunks": [stall]}))
 
 
-def test_a_host_with_a_wrong_key_gets_nothing(
+def test_a_host_of_another_release_or_with_a_wrong_key_gets_nothing(
     run: Runner, model: Path, directory: Path, hosts: Hosts
 ) -> None:
-    """Guards KV and control links open to whoever reaches the port (67)."""
+    """Guards KV and control links open to whoever reaches the port (67), and a half-updated
+    fleet that is met with silence (45)."""
 
     async def check(router: TwoHosts) -> None:
+        router.launches["decode-0"] = ("-m", "tests.transport.later_worker")
+        router.start("decode-0")
+        await router.ready("decode-0")
+        pair = router.split(request(LONG[:40]))
+        await router.until(lambda: bool(losses(router)))
+        router.cancel(*pair)
+        (loss,) = losses(router)
+        assert loss.error.message == (
+            "prefill-0 and decode-0 do not fit: wire_version: 1 here, 2 there; install the "
+            "same release on both sides"
+        )
+        router.kill("decode-0")
+
         stranger = directory / "stranger"
         stranger.mkdir()
         tree = msgspec.yaml.decode(router.configs["decode"].read_bytes())
@@ -117,6 +116,7 @@ def test_a_host_with_a_wrong_key_gets_nothing(
         tree["security"] = {"keys": str(keys)}
         config = stranger / "rig.yaml"
         config.write_bytes(msgspec.yaml.encode(tree))
+        router.launches.clear()
         router.start("decode-0", config)
         await router.until(lambda: router.link.denied > 0)
         assert WorkerId("decode-0") not in router.hellos

@@ -1,11 +1,14 @@
 """Workers on two hosts: prefill-0 in a network namespace, the rest in this one."""
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from shared.errors import ResourceMissing
 from shared.transport.security import generate_keys
 from tests.transport.worker_rig import Rig, make_config, running
 from tools.slow_link.hosts import Hosts
@@ -19,6 +22,42 @@ TRANSFER: Final[dict[str, object]] = {
     "chunk_size": "4KiB",
     "stall_timeout": "1500ms",
 }
+
+
+@contextmanager
+def cabled(hosts: Hosts) -> Iterator[Hosts]:
+    """Join the namespace of ``hosts`` to this one by a cable as long as the context lasts.
+
+    Raises:
+        ResourceMissing: no rights, no ``ip``, no namespaces or no veth devices here, or another run
+            of the tests has one of that name.
+    """
+    space, cable = hosts.space, f"{hosts.space}0"
+    if shutil.which("ip") is None:
+        raise ResourceMissing("network namespaces need iproute2")
+    added = _ip("netns", "add", space)
+    if added.returncode != 0:
+        raise ResourceMissing(f"no network namespace, which needs root: {added.stderr.strip()}")
+    try:
+        made = _ip(
+            *("link", "add", cable, "type", "veth"),
+            *("peer", "name", hosts.device, "netns", space),
+        )
+        if made.returncode != 0:
+            raise ResourceMissing(f"no veth in this kernel: {made.stderr.strip()}")
+        _ip("addr", "add", f"{hosts.near}/24", "dev", cable)
+        _ip("link", "set", cable, "up")
+        _ip("-n", space, "addr", "add", f"{hosts.far}/24", "dev", hosts.device)
+        _ip("-n", space, "link", "set", hosts.device, "up")
+        _ip("-n", space, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        _ip("link", "del", cable)  # what was cut off in there may keep the namespace for minutes
+        _ip("netns", "del", space)
+
+
+def _ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=10, check=False)
 
 
 def port_of(role: str, hosts: Hosts) -> int:
@@ -55,7 +94,8 @@ class TwoHosts(Rig):
 
     def start(self, name: str, config: Path | None = None) -> None:
         role = name.partition("-")[0]
-        service = [sys.executable, "-m", f"services.{role}", "--name", name, "--die-with-parent"]
+        launch = self.launches.get(name, ("-m",))
+        service = [sys.executable, *launch, f"services.{role}", "--name", name, "--die-with-parent"]
         far = name == "prefill-0"
         config = config or self.configs["prefill" if far else "decode"]
         self.processes[name] = subprocess.Popen(

@@ -190,6 +190,18 @@ def test_announcements_that_do_not_fit_together_void_the_transfer(what: str) -> 
     assert bench.counters().transfers_failed == 1
 
 
+def test_an_end_of_another_length_voids_kv_that_was_announced_to_its_end() -> None:
+    """Guards the KV of another prompt, taken for this one's because enough of it came (34)."""
+    bench = receiving()
+    bench.ready(10)
+    jobs = bench.all(Copy)
+    bench.complete(9)
+    assert "KV of 9 tokens, not 10" in lost(bench).error.message
+    for job in jobs:
+        bench.event(Copied(job.job, 1, 0.0))
+    assert bench.empty() and bench.running is None
+
+
 def test_repeated_announcements_change_nothing() -> None:
     bench = receiving()
     bench.ready(8)

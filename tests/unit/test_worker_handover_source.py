@@ -342,13 +342,14 @@ def test_a_fitting_reader_is_told_where_the_arena_is() -> None:
     [
         ({"kv_dtype": "fp8"}, "kv_dtype: 'bf16' here, 'fp8' there"),
         ({"layout": "x", "block_size": 8}, "block_size: 4 here, 8 there; layout: 'l' here"),
+        ({"tensor_parallel": 2}, "tensor_parallel: 1 here, 2 there"),
         ({"wire_version": 2}, "wire_version: 1 here, 2 there"),
     ],
 )
 def test_a_reader_that_does_not_fit_is_refused_with_the_differing_fields(
     change: dict[str, object], named: str
 ) -> None:
-    """Guards KV read with the wrong dtype, block size or shape (scenarios 39, 44, 45)."""
+    """Guards KV read with the wrong dtype, block size, shape or ranks (scenarios 39, 43-45)."""
     bench = Bench()
     other = msgspec.structs.replace(COMPATIBILITY, **change)
     bench.reader(msgspec.structs.replace(HELLO, compatibility=other))

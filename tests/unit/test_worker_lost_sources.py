@@ -3,7 +3,7 @@
 import msgspec
 
 from shared.errors import ErrorPayload
-from shared.ids import DispatchId, Incarnation, TransferId
+from shared.ids import DispatchId, Incarnation, TransferId, WorkerId
 from shared.messages.prefill_decode import (
     AbortTransfer,
     FromDecode,
@@ -14,8 +14,10 @@ from shared.messages.prefill_decode import (
     PeerWelcome,
     ReadyBlocks,
     RenewLeases,
+    ToDecode,
+    TransferGone,
 )
-from shared.messages.router_worker import NewSource, Run, TransferLost
+from shared.messages.router_worker import Expect, NewSource, Run, TransferLost
 from shared.worker.effects import CloseSource, ConnectSource, Copy, MapArena
 from shared.worker.events import Copied, SourceKey, SourceLost
 from tests.unit.worker_bench import (
@@ -227,3 +229,25 @@ def test_who_is_not_a_known_source_is_not_heard() -> None:
     bench.ready(8)
     bench.complete(8)
     assert bench.counters().late_messages == 2
+
+
+def test_no_source_is_heard_about_the_transfer_of_another() -> None:
+    """Guards KV and tokens of one request, taken for those of another that comes from elsewhere."""
+    bench = receiving()
+    other = SourceKey(WorkerId("prefill-8"), Incarnation(3))
+    elsewhere = Expect(dispatch=DispatchId(2), request=request(9), source=kv_source(71, other))
+    bench.said(elsewhere)
+    bench.source(
+        PeerWelcome(worker=other.worker, incarnation=other.incarnation, arena=ARENA), key=other
+    )
+    said: tuple[ToDecode, ...] = (
+        ready(0, 10, (0, 2), (30, 31, 32)),
+        complete(10),
+        TransferGone(transfer=T, error=error()),
+    )
+    for message in said:
+        assert bench.source(message, key=other) == []
+    assert bench.counters().late_messages == len(said)
+    bench.ready(10)
+    (job,) = bench.all(Copy)
+    assert job.source == SOURCE and job.source_blocks == (20, 21, 22)

@@ -180,6 +180,32 @@ def test_copies_are_verified_and_every_job_is_answered(run_async: RunAsync) -> N
     ours.close()
 
 
+def test_blocks_used_anew_between_copy_and_check_are_told(run_async: RunAsync) -> None:
+    """Guards generations that are read before the copy: what came may be of the block's next
+    life (32)."""
+    theirs, ours = KvArena.create(LAYOUT, 3), KvArena.create(LAYOUT, 3)
+    theirs.k(1)[2] = 5.0
+
+    class Reuse(FaultyCopies):
+        def after_copy(self, source_pid: int) -> str | None:
+            assert ours.k(1)[1].eq(5.0).all(), "the bytes are there by now"
+            theirs.generations[2] += 1
+            return None
+
+    async def check() -> None:
+        inbox = Inbox()
+        copier = Copier(ours, inbox.post, faults=Reuse(FaultsSection(), "decode-0"))
+        copier.map_arena(SOURCE, theirs.descriptor())
+        copier.copy(job(1, 2, 0))
+        (failed,) = await inbox.until(1)
+        copier.close()
+        assert isinstance(failed, CopyFailed) and failed.reused == 1, failed
+
+    run_async(check())
+    theirs.close()
+    ours.close()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_copies_of_another_dtype_are_converted_and_verified(
     run_async: RunAsync, dtype: KvDtype
