@@ -61,8 +61,13 @@ def _ip(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def port_of(role: str, hosts: Hosts) -> int:
-    """Return a worker's KV port: this host's is the same for all links, so links have their own."""
-    return 40 * int(hosts.near.split(".")[2]) + {"prefill": 7120, "decode": 7140}[role]
+    """Return a worker's KV port: this host's is the same for all links, so links have their own.
+
+    Links of processes that run at once differ in the last bits of their pid, four addresses each.
+    """
+    third, fourth = map(int, hosts.near.split(".")[2:])
+    link = (64 * third + fourth // 4) % 240
+    return 10_000 + 40 * link + {"prefill": 0, "decode": 20}[role]
 
 
 class TwoHosts(Rig):

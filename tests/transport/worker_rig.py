@@ -219,11 +219,15 @@ class Rig:
         return self.tokens[dispatch]
 
     async def settled(self, worker: str) -> WorkerLoad:
-        """Wait until a worker reports that nothing is open and return that load."""
+        """Wait until a worker reports that nothing is open and return that load.
+
+        The last report may be older than what the worker has said since: a new one is waited for.
+        """
+        last = self.reports.get(self.hellos[WorkerId(worker)][0])
 
         def idle() -> bool:
             report = self.reports.get(self.hellos[WorkerId(worker)][0])
-            if report is None:
+            if report is None or report is last:
                 return False
             load = report.load
             return not (load.waiting + load.receiving + load.running + load.held + load.busy)
