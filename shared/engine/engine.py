@@ -193,19 +193,19 @@ class Engine:
         keep = last_rows + [row for prompt in prompts for row in prompt.rows]
         rows = torch.from_numpy(np.array(keep, np.int64))
         started = time.perf_counter()
-        logits, best = self._runner.logits(step, rows, on_layer)
+        logits = self._runner.logits(step, rows, on_layer)
         self.model_seconds += time.perf_counter() - started
         prompt_logprobs = []
         offset = len(asked)
         for prompt in prompts:
-            part = logits[offset : offset + len(prompt.rows)]
+            part = logits.values[offset : offset + len(prompt.rows)]
             offset += len(prompt.rows)
             try:
                 prompt_logprobs.append((prompt.key, prompt.logprobs(part)))
             except DiptychError as error:
                 failed.append((prompt.key, error.payload()))
                 self._sampler.close((prompt.key,))
-        sampled = self._sample(sequences, asked, Logits(logits, best), failed)
+        sampled = self._sample(sequences, asked, logits, failed)
         return StepResult(
             sampled=tuple(sampled), failed=tuple(failed), prompt_logprobs=tuple(prompt_logprobs)
         )
