@@ -8,7 +8,10 @@ import pytest
 from msgspec import Struct
 
 from shared.known_models import KNOWN_MODELS, known_model_file
+from tests.nursery import kept
 from tests.system.fleet import PATIENT, Fleet, deployment
+
+nursery = pytest.fixture(scope="session", autouse=True)(kept)
 
 GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
 TIE = 1e-4

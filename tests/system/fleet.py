@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from diptych import Client, DiptychError
+from tests.nursery import ForkedService
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -93,11 +94,14 @@ class Fleet:
         ]
 
     def spawn(self, name: str) -> None:
-        """Start one service; its output goes to ``NAME.log``."""
+        """Start one service, a worker of this host as a fork; its output goes to ``NAME.log``."""
+        command = self.command(name)
         with (self.home / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                self.command(name), cwd=REPO, stdout=log, stderr=log
-            )
+            if name in self.workers and command[0] == sys.executable:
+                process = ForkedService(*command[2:], stdout=log, stderr=log)
+            else:
+                process = subprocess.Popen(command, cwd=REPO, stdout=log, stderr=log)
+            self.processes[name] = process
 
     def ready(self, name: str) -> bool:
         """Say whether the running process of this name has written its ready file."""

@@ -71,9 +71,12 @@ class Up:
         return self.process.returncode, "".join(self.lines) + rest
 
     def pids(self) -> dict[str, int]:
-        return {
-            path.stem: json.loads(path.read_text())["pid"] for path in self.root.glob("*.ready")
-        }
+        """Return who is ready now; a file may go between being found and being read."""
+        found = {}
+        for path in self.root.glob("*.ready"):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.stem] = int(json.loads(path.read_text())["pid"])
+        return found
 
     def family(self) -> list[psutil.Process]:
         assert self.process is not None

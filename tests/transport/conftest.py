@@ -12,7 +12,10 @@ import uvloop
 import zmq
 
 from tests.conftest import RunAsync
+from tests.nursery import kept
 from tests.transport.harness import Context, short_directory
+
+nursery = pytest.fixture(scope="session", autouse=True)(kept)
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ from tests.transport.stoppable_reader import (
 )
 
 FETCHES = 8
+DEADLINE = 10.0
 SEND_LIMIT = 1024
 """Messages that libzmq queues for one reader, as the server's socket is set."""
 GROWTH = 24 << 20
@@ -49,15 +51,25 @@ def unaffected(server: HostServer, arena: int) -> int:
     """Fetch beside whoever is slow; return how many chunks went to others meanwhile."""
     reading = Reading(server.endpoint, arena, "decode-0#5")
     try:
+        sent = server.stats.chunks
         reading.fetch()
+        counted(server, sent + CHUNKS)
         before, size = server.stats.chunks, psutil.Process().memory_info().rss
         for _ in range(FETCHES):
             assert reading.fetch().again == 0
         grown = psutil.Process().memory_info().rss - size
         assert grown < GROWTH, f"{grown} bytes more"
-        return server.stats.chunks - before - FETCHES * CHUNKS
+        return counted(server, before + FETCHES * CHUNKS) - before - FETCHES * CHUNKS
     finally:
         reading.close()
+
+
+def counted(server: HostServer, chunks: int) -> int:
+    """Return how many chunks were sent once these were: each is counted after it is sent."""
+    deadline = time.monotonic() + DEADLINE
+    while server.stats.chunks < chunks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return server.stats.chunks
 
 
 def test_a_reader_that_stands_still_holds_its_window_and_nobody_up(context: Context) -> None:

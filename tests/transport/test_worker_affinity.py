@@ -24,7 +24,7 @@ def test_every_thread_of_a_worker_stays_on_its_cores(
     config = make_config(directory, model, split=False, workers={"mixed": mixed})
 
     async def check() -> None:
-        async with rig(config, "mixed-0") as router:
+        async with rig(config, "mixed-0", launch=("-m",)) as router:  # with its own imports
             pid = router.processes["mixed-0"].pid
             threads = tasks_of(pid)
             assert len(threads) > 2

@@ -37,6 +37,7 @@ from shared.messages.router_worker import (
 from shared.runtime import router_workers_endpoint
 from shared.transport.link import RouterLink
 from shared.transport.security import security_for
+from tests.nursery import ForkedService
 
 DEADLINE = 60.0
 ROOT = Path(__file__).parents[2]
@@ -101,7 +102,7 @@ def request(prompt: tuple[int, ...], max_tokens: int = 8, **changes: object) -> 
 class Rig:
     """The scripted router, and what the workers told it."""
 
-    def __init__(self, config: Path, launch: tuple[str, ...] = ("-m",)) -> None:
+    def __init__(self, config: Path, launch: tuple[str, ...] | None = None) -> None:
         self.config = config
         self._launch = launch
         self.launches: dict[str, tuple[str, ...]] = {}
@@ -125,16 +126,19 @@ class Rig:
 
     def start(self, name: str, config: Path | None = None) -> None:
         """Start a worker process; it dies with this test."""
-        service = "prefill" if name.startswith("prefill") else "decode"
-        self.processes[name] = subprocess.Popen(
-            [
-                *(sys.executable, *self.launches.get(name, self._launch), f"services.{service}"),
-                *("--config", str(config or self.config), "--name", name, "--die-with-parent"),
-            ],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
+        module = f"services.{'prefill' if name.startswith('prefill') else 'decode'}"
+        arguments = ["--config", str(config or self.config), "--name", name, "--die-with-parent"]
+        launch = self.launches.get(name, self._launch)
+        if launch is None:
+            process = ForkedService(module, *arguments, stderr=subprocess.PIPE)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *launch, module, *arguments],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+            )
+        self.processes[name] = process
 
     async def ready(self, *names: str) -> None:
         """Wait until each of these workers has said hello."""
@@ -312,8 +316,13 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(config: Path, *names: str, launch: tuple[str, ...] = ("-m",)) -> AsyncIterator[Rig]:
-    """Run these workers under a scripted router; ``launch`` is what Python gets before a module."""
+async def rig(
+    config: Path, *names: str, launch: tuple[str, ...] | None = None
+) -> AsyncIterator[Rig]:
+    """Run these workers under a scripted router, as forks of the nursery.
+
+    With ``launch``, which Python gets before the module, they are processes from the start.
+    """
     router = Rig(config, launch)
     async with running(router, *names):
         yield router
