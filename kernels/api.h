@@ -225,6 +225,7 @@ struct StackCall {
   const float* sin;
   char* scratch;  // stack_sizes' total of bytes, 64-byte aligned
   int threads;    // at most as many run this
+  bool kv_only = false;  // of one layer: keys and values are written, and x stays as it is
 };
 
 struct HeadCall {  // logits of chosen rows: final norm and output projection

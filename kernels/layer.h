@@ -151,6 +151,7 @@ inline void run_layer(const Crew& crew, const StackRun& run, const LayerWeights&
       place_row(run, w, pool, first + row, space.qkv + row * width);
     });
   });
+  if (call.kv_only) return;
   Attention a{pool,         s.heads,      run.q, Store::F32, q_width,  s.head_dim,
               run.attended, Store::F32,   s.scaling, 0.0f,   w.window, nullptr};
   run_attention(crew, a, call.batch, plan, run.attention);

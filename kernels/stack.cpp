@@ -73,9 +73,11 @@ struct LlamaStack : torch::CustomClassHolder {
     pool_tensors_.insert(pool_tensors_.end(), v.begin(), v.end());
   }
 
-  // Layers [first, last) on x fp32 [tokens, hidden], in place.
+  // Layers [first, last) on x fp32 [tokens, hidden], in place; of one layer with `kv_only`, its
+  // keys and values only.
   void run(at::Tensor x, at::Tensor tables, at::Tensor query_start, at::Tensor context,
-           at::Tensor cos, at::Tensor sin, int64_t first, int64_t last) {
+           at::Tensor cos, at::Tensor sin, int64_t first, int64_t last, bool kv_only) {
+    TORCH_CHECK(!kv_only || last == first + 1, "diptych: KV of one layer at a time");
     TORCH_CHECK(!pools_.empty(), "diptych: attach a KV pool first");
     TORCH_CHECK(first >= 0 && first < last && last <= int64_t(layers_.size()),
                 "diptych: no layers ", first, " to ", last);
@@ -95,7 +97,8 @@ struct LlamaStack : torch::CustomClassHolder {
     StackCall call{shape_,       batch,           layers_.data() + first,
                    pools_.data() + first, chosen.data(), last - first,
                    x.data_ptr<float>(),   cos.const_data_ptr<float>(),
-                   sin.const_data_ptr<float>(), nullptr, at::get_num_threads()};
+                   sin.const_data_ptr<float>(), nullptr, at::get_num_threads(),
+                   kv_only};
     call.scratch = scratch_.at_least(size_t(stack_sizes(call).total));
     diptych::run([&](const Crew& crew) { active_kernels().stack(crew, call); });
   }

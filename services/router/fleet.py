@@ -92,7 +92,6 @@ class Fleet:
         else:
             known.hello, known.role = message, message.role
         self._introductions.joined(known)
-        known.introduced = 0
         self._outbox.worker(known, WorkerWelcome(incarnation=self._incarnation))
         self.heard(known, now)
         self._cancel_abandoned(known)
@@ -308,7 +307,7 @@ class Fleet:
 
     def _back(self, worker: Worker) -> None:
         worker.health = "draining" if worker.drain_ordered or worker.stopping else "ready"
-        self._introductions.joined(worker)
+        self._introductions.returned(worker)
         self._outbox.note(f"worker {worker.hello.worker} is back")
 
     def _lose(self, worker: Worker, what: str, now: float) -> None:

@@ -17,7 +17,12 @@ class Introductions:
         self._last = 0
 
     def joined(self, worker: Worker) -> None:
-        """The worker is new, or was away: readers are told of it (again)."""
+        """The worker said hello: readers are told of it, and it is told of all sources."""
+        worker.introduced = 0
+        self.returned(worker)
+
+    def returned(self, worker: Worker) -> None:
+        """The worker was away: readers are told of it again."""
         self._last += 1
         worker.number = self._last
 

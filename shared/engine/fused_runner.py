@@ -9,6 +9,10 @@ from shared.engine.runner import Logits
 from shared.engine.step import OnLayer, PackedStep
 from shared.kernels.llama import LlamaStack
 from shared.kernels.ops import rotary_table
+from shared.kernels.types import AttentionBatch
+
+_SPARED_ROWS = 16
+"""So many rows without logits pay for the last layer's second call."""
 
 
 class FusedRunner:
@@ -27,13 +31,38 @@ class FusedRunner:
     def logits(
         self, step: PackedStep, keep: torch.Tensor, on_layer: OnLayer | None = None
     ) -> Logits:
-        """Run all layers, in one call where nobody waits for single ones; fp32 logits."""
+        """Run all layers, in one call where nobody waits for single ones; fp32 logits.
+
+        Of a prompt the last layer needs the KV of all rows, and all else of its last row only.
+        """
         x = functional.embedding(step.token_ids[0], self._embedding).float()
         rotary = rotary_table(step.positions[0], self.stack.frequencies, self.stack.factor)
-        if on_layer is None:
-            self.stack.run(x, step.batch, rotary)
-        else:
-            for layer in range(self.stack.num_layers):
-                self.stack.run(x, step.batch, rotary, range(layer, layer + 1))
-                on_layer(layer)
+        last = self.stack.num_layers - 1
+        few = len(x) - len(keep) >= _SPARED_ROWS
+        self._run(range(last if few else last + 1), x, step.batch, rotary, on_layer)
+        if few:
+            self.stack.write_kv(x, step.batch, rotary, last)
+            if len(keep):
+                x = x[keep]
+                here = (rotary[0][keep], rotary[1][keep])
+                # Writes the KV of these rows again, so the layer is not written until now.
+                self.stack.run(x, step.batch.alone(keep), here, range(last, last + 1))
+                keep = torch.arange(len(keep))
+            if on_layer is not None:
+                on_layer(last)
         return Logits(*self.stack.logits(x, keep))
+
+    def _run(
+        self,
+        layers: range,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        on_layer: OnLayer | None,
+    ) -> None:
+        if on_layer is not None:
+            for layer in layers:
+                self.stack.run(x, batch, rotary, range(layer, layer + 1))
+                on_layer(layer)
+        elif layers:
+            self.stack.run(x, batch, rotary, layers)

@@ -136,11 +136,6 @@ def linear(
     return y if bias is None else y + bias
 
 
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Return int64 [rows]: the first of each row's best tokens, -1 where one is not finite."""
-    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``x / rms(x) * weight`` over the last axis, computed in fp32."""
     wide = x.float()

@@ -128,9 +128,26 @@ class LlamaStack:
         """
         self._backend.run(x, batch, rotary, range(self.num_layers) if layers is None else layers)
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+    ) -> None:
+        """Write the KV of one layer, whose input is x fp32 [rows, hidden], and compute no more.
+
+        Raises:
+            RuntimeError: as for ``run``.
+        """
+        self._backend.write_kv(x, batch, rotary, layer)
+
+    def logits(
+        self, x: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return fp32 logits [len(rows), vocabulary] of ``rows`` int64 of x [rows, hidden].
 
-        And of each the first of its best tokens, int64 [len(rows)]: -1 where one is not finite.
+        And of each the first of its best tokens, int64 [len(rows)]: -1 where one is not finite;
+        None from a backend that does not look for them.
         """
         return self._backend.logits(x, rows)

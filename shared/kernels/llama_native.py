@@ -69,21 +69,42 @@ class NativeStack:
         layers: range,
     ) -> None:
         """Run a contiguous range of layers in one call."""
-        self._native.run(
-            x,
-            batch.tables,
-            batch.query_start,
-            batch.context,
-            rotary[0],
-            rotary[1],
-            layers.start,
-            layers.stop,
-        )
+        self._call(x, batch, rotary, layers, kv_only=False)
+
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+    ) -> None:
+        """Write one layer's keys and values."""
+        self._call(x, batch, rotary, range(layer, layer + 1), kv_only=True)
 
     def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Final norm and output projection of some rows, and their best tokens."""
         out: tuple[torch.Tensor, torch.Tensor] = self._native.logits(x, rows)
         return out
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layers: range,
+        *,
+        kv_only: bool,
+    ) -> None:
+        self._native.run(
+            x,
+            batch.tables,
+            batch.query_start,
+            batch.context,
+            *rotary,
+            layers.start,
+            layers.stop,
+            kv_only,
+        )
 
 
 def _pack(linear: Projection, kind: LinearKind) -> Packed:

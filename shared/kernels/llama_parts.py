@@ -95,8 +95,20 @@ class StackBackend(Protocol):
         """Run ``layers`` on x, in place."""
         ...
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of some rows, and their best tokens."""
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+    ) -> None:
+        """Write the keys and values of one layer, whose input is x."""
+        ...
+
+    def logits(
+        self, x: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits of some rows, and their best tokens or None."""
         ...
 
 

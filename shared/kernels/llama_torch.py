@@ -70,13 +70,25 @@ class TorchStack:
             normed = fallback.rms_norm(x, layer.mlp_norm, self._shape.eps)
             x += layer.down(fallback.silu_mul(layer.gate(normed), layer.up(normed)))
 
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final norm and output projection of some rows, and their best tokens."""
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        batch: AttentionBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+    ) -> None:
+        """Write one layer's keys and values."""
+        if not self._pools:
+            raise RuntimeError("attach a KV pool first")
+        slots = batch.slots(self._pools[0][0].shape[1])
+        self._queries(self._layers[layer], x, rotary, self._pools[layer], slots)
+
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Final norm and output projection of some rows; nobody has looked for the best tokens."""
         if self._head is None:
             raise RuntimeError("the model has no head")
         norm, linear = self._head
-        logits = linear(fallback.rms_norm(x[rows], norm, self._shape.eps))
-        return logits, fallback.best_tokens(logits)
+        return linear(fallback.rms_norm(x[rows], norm, self._shape.eps)), None
 
     def _attention(
         self,
@@ -88,6 +100,20 @@ class TorchStack:
         slots: torch.Tensor,
     ) -> torch.Tensor:
         shape = self._shape
+        q = self._queries(layer, x, rotary, pools, slots)
+        attended = fallback.paged_attention(q, pools, batch, shape.scaling, layer.window, 0.0, None)
+        return layer.o(attended.flatten(1))
+
+    def _queries(
+        self,
+        layer: _Layer,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        pools: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write keys and values; return the queries."""
+        shape = self._shape
         normed = fallback.rms_norm(x, layer.attention_norm, shape.eps)
         q = layer.q(normed).view(-1, shape.heads, shape.head_dim)
         k = layer.k(normed).view(-1, shape.kv_heads, shape.head_dim)
@@ -98,7 +124,4 @@ class TorchStack:
             k = fallback.rms_norm(k, layer.k_norm, shape.eps)
         k = fallback.rotate(k, *rotary)
         fallback.kv_write(k, v, pools[0], pools[1], slots)
-        attended = fallback.paged_attention(
-            fallback.rotate(q, *rotary), pools, batch, shape.scaling, layer.window, 0.0, None
-        )
-        return layer.o(attended.flatten(1))
+        return fallback.rotate(q, *rotary)

@@ -48,6 +48,16 @@ class AttentionBatch(Struct, frozen=True):
         table = self.tables[sequence, block].long()
         return table * block_size + self.positions() % block_size
 
+    def alone(self, rows: torch.Tensor) -> "AttentionBatch":
+        """Return the batch of some rows int64 whose sequences' earlier KV is in the pool."""
+        sequence = torch.searchsorted(self.query_start, rows.int(), right=True) - 1
+        later = self.query_start[sequence + 1] - rows - 1
+        return AttentionBatch(
+            tables=self.tables[sequence],
+            query_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+            context=(self.context[sequence] - later).int(),
+        )
+
     def positions(self) -> torch.Tensor:
         """Return the position of every row in its sequence, int64 [rows]."""
         rows = self.query_start.diff().long()

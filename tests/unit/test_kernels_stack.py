@@ -18,7 +18,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from shared.kernels import fallback
 from shared.kernels.int4 import on_grid
 from shared.kernels.kv_rows import to_rows
 from shared.kernels.llama import LlamaStack
@@ -124,7 +123,7 @@ def test_logits_equal_the_model(kernels: str, family: str, kind: LinearKind) -> 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kernels", EVERY_TIER, indirect=True)
+@pytest.mark.parametrize("kernels", NATIVE_TIERS, indirect=True)
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_the_best_tokens_are_those_of_the_logits(kernels: str, kind: LinearKind) -> None:
     """Guards greedy tokens of another row, block or thread, and ties broken by who came first.
@@ -145,7 +144,9 @@ def test_the_best_tokens_are_those_of_the_logits(kernels: str, kind: LinearKind)
             torch.set_num_threads(threads)
             for rows, broken in ((torch.arange(37), 2), (torch.tensor([36, 11, 0]), 1)):
                 logits, best = stack.logits(x, rows)
-                assert torch.equal(best, fallback.best_tokens(logits))
+                assert best is not None
+                finite = logits.isfinite().all(-1)
+                assert torch.equal(best, torch.where(finite, logits.argmax(-1), -1))
                 assert (best < half).all() and (best == -1).sum() == broken
     finally:
         torch.set_num_threads(before)
