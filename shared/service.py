@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,8 @@ EXIT_REFUSED = 2
 """Config or resources are wrong: starting again without a change is of no use."""
 
 _PR_SET_PDEATHSIG = 1
+_DESCRIPTORS = 65536
+"""As many as a gateway with a crowd of clients needs; login shells often allow 1,024."""
 _YOUNG_OBJECTS = 5000
 """New objects between two collections; CPython's 700 are those of a few tokens for 64 streams."""
 
@@ -77,6 +80,7 @@ def run_service(
     sentence and exit code 1, anything else a traceback and exit code 1.
     """
     set_up_logging(name)
+    _allow_descriptors()
     if die_with_parent is not None and not _follow_parent(die_with_parent):
         return EXIT_OK
     try:
@@ -149,6 +153,14 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+
+
+def _allow_descriptors() -> None:
+    """Raise the soft limit of open files as far as is of use and this user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _follow_parent(expected: int) -> bool:

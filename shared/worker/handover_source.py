@@ -49,16 +49,21 @@ class Early(Struct, frozen=True):
     """A subscription that came before its prefill, first at ``since``."""
 
     peer: bytes
+    reader: WorkerId
     since: float
     deadline: float
     pipelined: bool
 
 
 class Gone(Struct, frozen=True):
-    """Why a transfer ended, for subscribers that come too late."""
+    """Why a transfer ended, for subscribers that come too late.
+
+    ``reader`` gave it up before it began; whether it was its to give up is known then.
+    """
 
     error: ErrorPayload
     deadline: float
+    reader: WorkerId | None = None
 
 
 class HandoverSource:
@@ -91,10 +96,13 @@ class HandoverSource:
         )
         self._open[transfer] = handover
         early = self._early.pop(transfer, None)
-        if early is not None:
+        if early is not None and early.reader != reader:
+            self._send_gone(early.peer, transfer, _meant_for(reader))
+        elif early is not None:
             handover.peer = early.peer
             handover.pipelined = handover.pipelined and early.pipelined
-        handover.aborted = self._gone.pop(transfer, None) is not None
+        gone = self._gone.pop(transfer, None)
+        handover.aborted = gone is not None and gone.reader in (None, reader)
 
     def subscribe(self, peer: bytes, reader: WorkerId, message: OpenTransfer, now: float) -> None:
         """A reader asks for a transfer; asking again starts the announcements anew."""
@@ -111,10 +119,10 @@ class HandoverSource:
                 lease, before = self._limits.lease, self._early.get(transfer)
                 since = now if before is None else before.since
                 deadline = min(now + lease, since + 2 * lease)
-                self._early[transfer] = Early(peer, since, deadline, message.pipelined)
+                self._early[transfer] = Early(peer, reader, since, deadline, message.pipelined)
             return
         if handover.reader != reader:
-            self._send_gone(peer, transfer, _error(f"the KV is meant for {handover.reader}"))
+            self._send_gone(peer, transfer, _meant_for(handover.reader))
             return
         if handover.aborted:
             self._send_gone(peer, transfer, _error("it was given up before"))
@@ -193,9 +201,11 @@ class HandoverSource:
         """The reader wants it no more. A running prefill still yields its token."""
         handover = self._open.get(transfer)
         if handover is None:
-            if self._early.pop(transfer, None) is None and transfer in self._gone:
+            early = self._early.get(transfer)
+            if transfer in self._gone or (early is not None and early.reader != reader):
                 return False
-            self._remember(transfer, _error("its reader gave it up"), now)
+            self._early.pop(transfer, None)
+            self._remember(transfer, _error("its reader gave it up"), now, reader)
             return True
         if handover.reader != reader or (handover.peer not in (None, peer)):
             return False
@@ -318,13 +328,23 @@ class HandoverSource:
             "are free again, and whoever still wants them is told"
         )
 
-    def _remember(self, transfer: TransferId, error: ErrorPayload, now: float) -> None:
+    def _remember(
+        self,
+        transfer: TransferId,
+        error: ErrorPayload,
+        now: float,
+        reader: WorkerId | None = None,
+    ) -> None:
         while len(self._gone) >= self._limits.max_open:
             del self._gone[next(iter(self._gone))]
-        self._gone[transfer] = Gone(error, now + self._limits.lease)
+        self._gone[transfer] = Gone(error, now + self._limits.lease, reader)
 
     def _send_gone(self, peer: bytes, transfer: TransferId, error: ErrorPayload) -> None:
         self._outbox.add(ToReader(peer, TransferGone(transfer=transfer, error=error)))
+
+
+def _meant_for(reader: WorkerId) -> ErrorPayload:
+    return _error(f"the KV is meant for {reader}")
 
 
 def _error(why: str) -> ErrorPayload:

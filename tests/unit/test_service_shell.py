@@ -1,6 +1,7 @@
 """The shell around every service: exit codes, signals, ready file, death with the parent."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -44,6 +45,23 @@ def test_an_error_of_main_becomes_its_exit_code_and_sentence(
     assert done.returncode == code
     assert line in done.stderr
     assert ("Traceback" in done.stderr) == (error.startswith("KeyError"))
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 512, 512), (64, None, 65536)])
+def test_a_service_may_open_as_many_files_as_its_user(
+    soft: int, hard: int | None, raised: int
+) -> None:
+    """Guards a gateway that refuses clients at the 1,024 files of a login shell."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if hard is None else hard
+    body = f"""
+import resource
+async def main(stop):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE))
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {most}))
+sys.exit(run_service(main, 'x'))
+"""
+    expected = raised if most == resource.RLIM_INFINITY else min(raised, most)
+    assert _python(body).stdout == f"({expected}, {most})\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -233,26 +233,6 @@ def test_a_lost_readers_leases_end_at_once(how: str) -> None:
     assert bench.empty() and bench.state.idle
 
 
-def test_only_the_meant_reader_may_subscribe_renew_and_acknowledge() -> None:
-    bench = bench_with_reader()
-    other = b"decode-8#1"
-    bench.reader(msgspec.structs.replace(HELLO, worker=WorkerId("decode-8")), peer=other)
-    bench.prefill(1, request(5))
-    bench.reader(OPEN)
-    bench.step()
-    bench.reader(OPEN, peer=other)
-    (gone,) = bench.to_reader()
-    assert isinstance(gone, TransferGone) and "meant for decode-9" in gone.error.message
-    for message in (
-        Acknowledge(transfer=T),
-        AbortTransfer(transfer=T),
-        RenewLeases(transfers=(T,)),
-    ):
-        assert bench.reader(message, peer=other) == []
-    assert bench.state.load().held == 1
-    assert bench.counters().late_messages == 3
-
-
 def test_who_did_not_greet_gets_nothing_and_allocates_nothing() -> None:
     bench = Bench()
     for number in range(50):
