@@ -41,7 +41,7 @@ class FusedRunner:
         few = len(x) - len(keep) >= _SPARED_ROWS
         self._run(range(last if few else last + 1), x, step.batch, rotary, on_layer)
         if few:
-            self.stack.write_kv(x, step.batch, rotary, last)
+            self.stack.run(x, step.batch, rotary, range(last, last + 1), kv_only=True)
             if len(keep):
                 x = x[keep]
                 here = (rotary[0][keep], rotary[1][keep])

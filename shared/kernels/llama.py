@@ -120,27 +120,18 @@ class LlamaStack:
         batch: AttentionBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
         layers: range | None = None,
+        *,
+        kv_only: bool = False,
     ) -> None:
         """Run ``layers`` (all by default) on x fp32 [rows, hidden], in place; writes KV.
+
+        With ``kv_only``, which takes one layer, that is all, and x stays as it is.
 
         Raises:
             RuntimeError: shapes do not fit, a table leaves the pool, or no pool is attached.
         """
-        self._backend.run(x, batch, rotary, range(self.num_layers) if layers is None else layers)
-
-    def write_kv(
-        self,
-        x: torch.Tensor,
-        batch: AttentionBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-    ) -> None:
-        """Write the KV of one layer, whose input is x fp32 [rows, hidden], and compute no more.
-
-        Raises:
-            RuntimeError: as for ``run``.
-        """
-        self._backend.write_kv(x, batch, rotary, layer)
+        chosen = range(self.num_layers) if layers is None else layers
+        self._backend.run(x, batch, rotary, chosen, kv_only=kv_only)
 
     def logits(
         self, x: torch.Tensor, rows: torch.Tensor

@@ -67,34 +67,10 @@ class NativeStack:
         batch: AttentionBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
         layers: range,
-    ) -> None:
-        """Run a contiguous range of layers in one call."""
-        self._call(x, batch, rotary, layers, kv_only=False)
-
-    def write_kv(
-        self,
-        x: torch.Tensor,
-        batch: AttentionBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-    ) -> None:
-        """Write one layer's keys and values."""
-        self._call(x, batch, rotary, range(layer, layer + 1), kv_only=True)
-
-    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final norm and output projection of some rows, and their best tokens."""
-        out: tuple[torch.Tensor, torch.Tensor] = self._native.logits(x, rows)
-        return out
-
-    def _call(
-        self,
-        x: torch.Tensor,
-        batch: AttentionBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        layers: range,
         *,
         kv_only: bool,
     ) -> None:
+        """Run a contiguous range of layers in one call."""
         self._native.run(
             x,
             batch.tables,
@@ -105,6 +81,11 @@ class NativeStack:
             layers.stop,
             kv_only,
         )
+
+    def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final norm and output projection of some rows, and their best tokens."""
+        out: tuple[torch.Tensor, torch.Tensor] = self._native.logits(x, rows)
+        return out
 
 
 def _pack(linear: Projection, kind: LinearKind) -> Packed:

@@ -91,18 +91,10 @@ class StackBackend(Protocol):
         batch: AttentionBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
         layers: range,
+        *,
+        kv_only: bool,
     ) -> None:
-        """Run ``layers`` on x, in place."""
-        ...
-
-    def write_kv(
-        self,
-        x: torch.Tensor,
-        batch: AttentionBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-    ) -> None:
-        """Write the keys and values of one layer, whose input is x."""
+        """Run ``layers`` on x, in place; with ``kv_only`` write one layer's KV."""
         ...
 
     def logits(

@@ -59,6 +59,8 @@ class TorchStack:
         batch: AttentionBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
         layers: range,
+        *,
+        kv_only: bool,
     ) -> None:
         """Run layers one after the other."""
         if not self._pools:
@@ -66,22 +68,12 @@ class TorchStack:
         slots = batch.slots(self._pools[0][0].shape[1])
         for index in layers:
             layer = self._layers[index]
+            if kv_only:
+                self._queries(layer, x, rotary, self._pools[index], slots)
+                continue
             x += self._attention(layer, x, batch, rotary, self._pools[index], slots)
             normed = fallback.rms_norm(x, layer.mlp_norm, self._shape.eps)
             x += layer.down(fallback.silu_mul(layer.gate(normed), layer.up(normed)))
-
-    def write_kv(
-        self,
-        x: torch.Tensor,
-        batch: AttentionBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-    ) -> None:
-        """Write one layer's keys and values."""
-        if not self._pools:
-            raise RuntimeError("attach a KV pool first")
-        slots = batch.slots(self._pools[0][0].shape[1])
-        self._queries(self._layers[layer], x, rotary, self._pools[layer], slots)
 
     def logits(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Final norm and output projection of some rows; nobody has looked for the best tokens."""

@@ -101,15 +101,15 @@ class HandoverSource:
         elif early is not None:
             handover.peer = early.peer
             handover.pipelined = handover.pipelined and early.pipelined
-        gone = self._gone.pop(transfer, None)
-        handover.aborted = gone is not None and gone.reader in (None, reader)
+        handover.aborted = self._over(transfer, reader) is not None
+        self._gone.pop(transfer, None)
 
     def subscribe(self, peer: bytes, reader: WorkerId, message: OpenTransfer, now: float) -> None:
         """A reader asks for a transfer; asking again starts the announcements anew."""
         transfer = message.transfer
         handover = self._open.get(transfer)
         if handover is None:
-            gone = self._gone.get(transfer)
+            gone = self._over(transfer, reader)
             if gone is not None:
                 self._send_gone(peer, transfer, gone.error)
             elif len(self._early) >= self._limits.max_open and transfer not in self._early:
@@ -202,7 +202,7 @@ class HandoverSource:
         handover = self._open.get(transfer)
         if handover is None:
             early = self._early.get(transfer)
-            if transfer in self._gone or (early is not None and early.reader != reader):
+            if self._over(transfer, reader) or (early is not None and early.reader != reader):
                 return False
             self._early.pop(transfer, None)
             self._remember(transfer, _error("its reader gave it up"), now, reader)
@@ -327,6 +327,11 @@ class HandoverSource:
             f"{handover.transfer}) nor renewed the lease for {self._limits.lease:g} s; its blocks "
             "are free again, and whoever still wants them is told"
         )
+
+    def _over(self, transfer: TransferId, reader: WorkerId) -> Gone | None:
+        """Return how a transfer ended before it began, if that counts for this reader."""
+        gone = self._gone.get(transfer)
+        return gone if gone is not None and gone.reader in (None, reader) else None
 
     def _remember(
         self,

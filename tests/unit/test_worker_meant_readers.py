@@ -27,13 +27,14 @@ def test_nobody_but_the_meant_reader_gets_or_ends_a_transfer_that_has_not_begun(
     assert isinstance(gone, TransferGone) and "meant for decode-9" in gone.error.message
     second = TransferId(2)
     bench.reader(AbortTransfer(transfer=second), peer=other)
+    bench.reader(OpenTransfer(transfer=second))
+    assert bench.to_reader() == [], "he cannot have given up what is not his"
     bench.prefill(2, request(5))
     third = TransferId(3)
     bench.reader(OpenTransfer(transfer=third))
     bench.reader(AbortTransfer(transfer=third), peer=other)
     bench.prefill(3, request(5))
-    for transfer in (T, second):
-        bench.reader(OpenTransfer(transfer=transfer))
+    bench.reader(OPEN)
     served = list[TransferId]()
     while bench.running is not None:
         bench.step()
