@@ -202,7 +202,9 @@ class HandoverSource:
         handover = self._open.get(transfer)
         if handover is None:
             early = self._early.get(transfer)
-            if self._over(transfer, reader) or (early is not None and early.reader != reader):
+            if early is not None and early.reader != reader:
+                return False
+            if self._over(transfer, reader) is not None:
                 return False
             self._early.pop(transfer, None)
             self._remember(transfer, _error("its reader gave it up"), now, reader)

@@ -18,7 +18,7 @@ from diptych import Client
 from tests.system.asking import GREEDY, answers, assert_golden, submit
 from tests.system.conftest import GoldenCase
 from tests.system.crowd import crowd, settled
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import Fleet, deployment, serving
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -30,13 +30,7 @@ def fleet() -> Iterator[Fleet]:
         router={"split_threshold": 0},
         workers={"prefill": {"max_batch_tokens": 64}},
     )
-    fleet = Fleet(tree)
-    try:
-        yield fleet.start()
-        assert set(fleet.stop().values()) == {0}
-    finally:
-        fleet.stop()
-        fleet.remove()
+    yield from serving(Fleet(tree))
 
 
 def test_cancels_at_every_moment_leave_others_untouched_and_no_block_behind(

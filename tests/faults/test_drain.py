@@ -11,7 +11,7 @@ import pytest
 from diptych import Client
 from tests.system.asking import GREEDY, assert_golden, submit
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import Fleet, deployment, serving
 
 # Services are stopped and started again: other children at the end than at the start.
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300), pytest.mark.keeps("children")]
@@ -19,13 +19,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300), pytest.mark.keeps("c
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet(deployment({"prefill": 1, "decode": 2}, router={"split_threshold": 0}))
-    try:
-        yield fleet.start()
-        assert set(fleet.stop().values()) == {0}
-    finally:
-        fleet.stop()
-        fleet.remove()
+    yield from serving(
+        Fleet(deployment({"prefill": 1, "decode": 2}, router={"split_threshold": 0}))
+    )
 
 
 @pytest.mark.parametrize("service", ["decode-0", "prefill-0", "router"])

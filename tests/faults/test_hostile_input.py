@@ -14,20 +14,16 @@ import zmq
 from diptych import Client
 from tests.system.asking import GREEDY, answers, assert_golden
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import Fleet, deployment, serving
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet(deployment({"prefill": 1, "decode": 1}, router={"split_threshold": 0}))
-    try:
-        yield fleet.start()
-        assert set(fleet.stop().values()) == {0}
-    finally:
-        fleet.stop()
-        fleet.remove()
+    yield from serving(
+        Fleet(deployment({"prefill": 1, "decode": 1}, router={"split_threshold": 0}))
+    )
 
 
 def garbage(rng: random.Random) -> list[bytes]:

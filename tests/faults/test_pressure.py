@@ -10,7 +10,7 @@ import pytest
 from diptych import Client, InvalidRequest, Overloaded
 from tests.system.asking import GREEDY, answers, assert_golden, submit
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import Fleet, deployment
+from tests.system.fleet import Fleet, deployment, serving
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -25,13 +25,7 @@ def fleet() -> Iterator[Fleet]:
         workers={"prefill": {"kv_memory": TINY_POOL}, "decode": {"kv_memory": TINY_POOL}},
         router={"split_threshold": 0, "max_queue": 24},
     )
-    fleet = Fleet(tree)
-    try:
-        yield fleet.start()
-        assert set(fleet.stop().values()) == {0}
-    finally:
-        fleet.stop()
-        fleet.remove()
+    yield from serving(Fleet(tree))
 
 
 def test_a_pool_that_is_far_too_small_gives_right_answers_late(

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from shared.known_models import KNOWN_MODELS, known_model_file
 from tests.nursery import kept
-from tests.system.fleet import PATIENT, Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment, serving
 
 nursery = pytest.fixture(scope="session", autouse=True)(kept)
 
@@ -57,21 +57,11 @@ def model_present() -> None:
         pytest.skip(f"model file {path} is absent: run `diptych fetch`")
 
 
-def _run(fleet: Fleet) -> Iterator[Fleet]:
-    try:
-        yield fleet.start()
-        codes = fleet.stop()
-        assert set(codes.values()) == {0}, (codes, {n: fleet.log(n, 15) for n in codes})
-    finally:
-        fleet.stop()
-        fleet.remove()
-
-
 @pytest.fixture(scope="session")
 def colocated() -> Iterator[Fleet]:
     """One mixed worker whose small budget cuts prompts into chunks beside decodes."""
     workers = {"mixed": {"max_batch_tokens": 80}}
-    yield from _run(Fleet(deployment({"mixed": 1}, workers=workers, router=PATIENT)))
+    yield from serving(Fleet(deployment({"mixed": 1}, workers=workers, router=PATIENT)))
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +70,7 @@ def split() -> Iterator[Fleet]:
     workers = {"prefill": {"max_batch_tokens": 2048}}
     router = PATIENT | {"split_threshold": 0}
     tree = deployment({"prefill": 1, "decode": 1}, workers=workers, router=router)
-    yield from _run(Fleet(tree))
+    yield from serving(Fleet(tree))
 
 
 @pytest.fixture(scope="session")
@@ -89,4 +79,4 @@ def split_2x2() -> Iterator[Fleet]:
     workers = {"prefill": {"max_batch_tokens": 48}}
     router = PATIENT | {"split_threshold": 0}
     tree = deployment({"prefill": 2, "decode": 2}, workers=workers, router=router)
-    yield from _run(Fleet(tree))
+    yield from serving(Fleet(tree))

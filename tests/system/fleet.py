@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,14 @@ class Fleet:
     def remove(self) -> None:
         """Delete logs and sockets."""
         shutil.rmtree(self.home, ignore_errors=True)
+
+
+def serving(fleet: Fleet) -> Iterator[Fleet]:
+    """The body of a fixture: started here, and at the end every service must end well."""
+    try:
+        yield fleet.start()
+        codes = fleet.stop()
+        assert set(codes.values()) == {0}, (codes, {n: fleet.log(n, 15) for n in codes})
+    finally:
+        fleet.stop()
+        fleet.remove()

@@ -7,7 +7,7 @@ import pytest
 from diptych import Client
 from tests.system.asking import GREEDY, answers
 from tests.system.conftest import GoldenCase
-from tests.system.fleet import PATIENT, Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment, serving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -26,13 +26,7 @@ def fleet() -> Iterator[Fleet]:
         transfer={"path": "host", "codec": "int8"},
         faults={"chunks": [{"kind": "corrupt", "chunk": 7}, {"kind": "truncate", "chunk": 40}]},
     )
-    fleet = Fleet(tree)
-    try:
-        yield fleet.start()
-        assert set(fleet.stop().values()) == {0}
-    finally:
-        fleet.stop()
-        fleet.remove()
+    yield from serving(Fleet(tree))
 
 
 def test_eight_bit_kv_answers_as_the_reference_where_that_is_sure(

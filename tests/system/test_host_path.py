@@ -17,7 +17,7 @@ from shared.errors import ResourceMissing
 from tests.system.asking import GREEDY, answers, assert_golden
 from tests.system.conftest import GoldenCase
 from tests.system.far_fleet import FarFleet
-from tests.system.fleet import PATIENT, Fleet, deployment
+from tests.system.fleet import PATIENT, Fleet, deployment, serving
 from tests.transport.two_hosts import cabled
 from tools.slow_link.hosts import Hosts
 
@@ -51,13 +51,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         **changes,
     )
     with ExitStack() as stack:
-        fleet = on_two_hosts(tree, stack) if request.param is None else Fleet(tree)
-        try:
-            yield fleet.start()
-            assert set(fleet.stop().values()) == {0}
-        finally:
-            fleet.stop()
-            fleet.remove()
+        yield from serving(on_two_hosts(tree, stack) if request.param is None else Fleet(tree))
 
 
 def assert_metrics(fleet: Fleet, told: dict[str, Any]) -> None:
